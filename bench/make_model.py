@@ -437,7 +437,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     config = dict(PRESETS[arguments.preset])
     if arguments.layers is not None:
-        config["num_hidden_layers"] = arguments.layers
+        config |= {"num_hidden_layers": arguments.layers}
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][: arguments.layers]
     try:
         make_model(config, directory, arguments.seed)
     except OSError as error:

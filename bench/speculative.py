@@ -2,8 +2,8 @@
 
 The model computes every step; what it samples is replaced by the answers of a named set, so that a model with random
 weights repeats text as a trained one does; free text is this project's own prose. The pairs take turns, with drafts
-first in every other one. All streams are counted while all of them decode. A second table replays answers with a share
-p of each draft's tokens right, up to a length.
+first in every other one; the first of each case warms up, and is not counted. All streams are counted while all of them
+decode. A second table replays answers with a share p of each draft's tokens right, up to a length.
 """
 
 import argparse
@@ -181,12 +181,13 @@ class Case:
     found: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
 
     def measure(self, number: int, num_prompt_tokens: int, num_tokens: int) -> None:
-        """One more pair."""
+        """One more pair; that before number 0 is not counted."""
         random = Random(1000 * number + self.num_streams)
+        counts = self.found if number >= 0 else {True: [], False: []}
         vocab_size = self.engines[True].scheduler.limits.vocab_size
         scripts = [TEXTS[self.text](random, num_prompt_tokens, vocab_size) for _ in range(self.num_streams)]
         for speculates in (number % 2 == 0, number % 2 == 1):
-            self.found[speculates].append(speed(self.engines[speculates], scripts, num_tokens))
+            counts[speculates].append(speed(self.engines[speculates], scripts, num_tokens))
 
     def row(self) -> dict[str, Cell]:
         ratios = [one / other for one, other in zip(self.found[True], self.found[False], strict=True)]
@@ -220,15 +221,13 @@ def measure_pairs(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
         for num_streams in arguments.streams
         for text in arguments.texts
     ]
-    for case in cases[:: len(arguments.texts)]:  # kernels compile, and the step-cost model learns
-        for engine in case.engines.values():
-            speed(engine, [noise(Random(i), 64, runner.limits.vocab_size) for i in range(case.num_streams)], 16)
-    for number in range(arguments.pairs):
+    for number in range(-1, arguments.pairs):  # at first kernels compile, and the step-cost model learns
         for case in cases:
             if number < LEAST_PAIRS or time.monotonic() < end_s:
                 is_many = case.num_streams > MANY_STREAMS
                 case.measure(number, arguments.prompt // (1 + is_many), arguments.tokens // (1 + is_many))
-                print(case.row(), file=sys.stderr)
+                if number >= 0:
+                    print(case.row(), file=sys.stderr)
     sizes = f"Prompts of {arguments.prompt} tokens, answers of {arguments.tokens}"
     note = f"{sizes}; half of both beyond {MANY_STREAMS} streams."
     return table_of(
@@ -321,18 +320,19 @@ def measure_model(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
         for case in cases
         for drafts in (True, False)
     }
-    for number in range(arguments.pairs):
+    for number in range(-1, arguments.pairs):
         for case, found in ratios.items():
-            if number and time.monotonic() > end_s:
+            if number >= LEAST_PAIRS and time.monotonic() > end_s:
                 continue
             count, share = case
-            scripts = [noise(Random(100 * number + i), arguments.tokens, config.vocab_size) for i in range(count)]
+            scripts = [noise(Random(f"{number} {i}"), arguments.tokens, config.vocab_size) for i in range(count)]
             model, speeds = models[case], dict[bool, float]()
             model.answers, model.share = dict(scripts), share
             model.clear()  # the models share a runner
             for drafts in (number % 2 == 0, number % 2 == 1):
                 speeds[drafts] = speed(engines[case, drafts], scripts, arguments.tokens)
-            found.append(speeds[True] / speeds[False])
+            if number >= 0:
+                found.append(speeds[True] / speeds[False])
     rows: list[dict[str, Cell]] = []
     for case, found in ratios.items():
         low, high = interval(found)
@@ -341,7 +341,6 @@ def measure_model(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
         rows.append(
             {
                 **sizes,
-                "first": found[0],
                 "ratio": statistics.median(found),
                 "from": low,
                 "to": high,

@@ -159,7 +159,7 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} must be a JSON schema: an object.", param)
     check_depth(schema, param)
-    for path, keyword, value in keywords_of(schema, param, 0):
+    for path, keyword, value in keywords_of(schema, param):
         _check_numbers(path, keyword, value, param)
         is_known = keyword in ANNOTATIONS | ENFORCED or (keyword == "uniqueItems" and value is False)
         if not is_known and not _EXTENSION.match(keyword):
@@ -562,33 +562,38 @@ def _escaped(text: str) -> str:
     return re.sub(r"[^\w ]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
-def keywords_of(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, Any]]:
+def keywords_of(schema: Any, path: str, depth: int = 0, param: str = "") -> Iterator[tuple[str, str, Any]]:
     """Each keyword of a schema and of those in it, with the path of the schema that has it.
 
-    Raises InvalidRequest: it is too deep, or no schema.
+    Args:
+        param: the path of the outermost; "": this one is it.
+
+    Raises:
+        InvalidRequest: it is too deep, or no schema.
     """
     if isinstance(schema, bool):
         return
+    param = param or path
     if depth > MAX_DEPTH:
-        raise InvalidRequest(f"{path} is nested deeper than {MAX_DEPTH} levels.", path.partition(".")[0])
+        raise InvalidRequest(f"{path} is nested deeper than {MAX_DEPTH} levels.", param)
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{path} must be a schema: an object, true or false.", path.partition(".")[0])
-    _check_object(path, schema, path.partition(".")[0])
+        raise InvalidRequest(f"{path} must be a schema: an object, true or false.", param)
+    _check_object(path, schema, param)
     for keyword, value in schema.items():
         yield path, keyword, value
         at = f"{path}.{keyword}"
         if keyword in _SCHEMAS_BY_NAME:
             if not isinstance(value, dict):
-                raise InvalidRequest(f"{at} must be an object of schemas.", path.partition(".")[0])
+                raise InvalidRequest(f"{at} must be an object of schemas.", param)
             for name, one in value.items():
-                yield from keywords_of(one, f"{at}.{name}", depth + 1)
+                yield from keywords_of(one, f"{at}.{name}", depth + 1, param)
         elif keyword in _SCHEMA_LISTS:
             if not isinstance(value, list) or not value:
-                raise InvalidRequest(f"{at} must be a list of schemas.", path.partition(".")[0])
+                raise InvalidRequest(f"{at} must be a list of schemas.", param)
             for i, one in enumerate(value):
-                yield from keywords_of(one, f"{at}[{i}]", depth + 1)
+                yield from keywords_of(one, f"{at}[{i}]", depth + 1, param)
         elif keyword in _SCHEMAS:
-            yield from keywords_of(value, at, depth + 1)
+            yield from keywords_of(value, at, depth + 1, param)
 
 
 def _as_held(schema: Any, room: _Room) -> Any:

@@ -428,7 +428,7 @@ def check_conservation(scheduler: Scheduler) -> None:
         InconsistentAccounting: it names the counts that differ.
     """
     states, pool = scheduler.states, scheduler.pool
-    held = {block for sequence in states.running for block in sequence.table.blocks}
+    held = {block for sequence in states.running for block in sequence.table.held}
     live = [s for group in states.groups.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
     num_occupied = sum(sequence is not None for sequence in states.occupants)
     num_published = pool.num_kept + sum(map(pool.is_published, held))
@@ -457,7 +457,7 @@ def state_of(scheduler: Scheduler, now: float) -> dict[str, Any]:
         now: monotonic seconds, as requests' arrivals.
     """
     states, pool, work, step_cost = scheduler.states, scheduler.pool, scheduler.last_work, scheduler.step_cost
-    held = {block for sequence in states.running for block in sequence.table.blocks}
+    held = {block for sequence in states.running for block in sequence.table.held}
     fixed_s, prompt_token_s, prompt_kv_token_s, decoded_token_s, decoded_kv_token_s = step_cost.coefficients_s
     return {
         "queues": _queues(states, now),
@@ -470,7 +470,7 @@ def state_of(scheduler: Scheduler, now: float) -> dict[str, Any]:
                 "num_prompt_tokens": sequence.num_prompt_tokens,
                 "num_tokens": len(sequence.token_ids),  # the prompt's and its own
                 "num_computed_tokens": sequence.num_computed_tokens,  # including those of a step in flight
-                "num_blocks": len(sequence.table),
+                "num_blocks": sequence.table.num_held,
                 "is_paused": sequence.is_paused,
             }
             for sequence in states.running

@@ -13,7 +13,8 @@ class Traits:
     """What all models of a family have in common.
 
     Args:
-        qk_norm: RMSNorm of q and k before RoPE: "none", over each "head", or over "all" heads at once.
+        qk_norm: RMSNorm of q and k before RoPE: "none", over each "head", over "all" heads at once, or "plain": over
+            each head without weights, of layers with RoPE.
         norms: the checkpoint's names of a layer's RMSNorms: before attention, after it (before the residual sum),
             before the MLP, after it; "": there is none.
         has_norm_offset: a norm multiplies by 1 + weight.
@@ -53,7 +54,9 @@ class ExpertFields:
         is_optional: the count may be 0: then all layers have a plain MLP of shared_width.
         dense: which layers have a plain MLP: "none"; "first" (first_k_dense_replace, or mlp_layer_types); "steps" (all
             but every decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index,
-            _interval); "blocks" (what layer_types does not call "moe").
+            _interval); "blocks" (what layer_types does not call "moe"); "interleaved" (all but moe_layers, or every
+            interleave_moe_layer_step-th).
+        scales_inputs: see core.config.ExpertsConfig.
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -70,6 +73,7 @@ class ExpertFields:
     has_groups: bool = False
     is_optional: bool = False
     dense: str = "none"
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,9 @@ class Family(Traits):
         has_parallel_mixers: all layers attend and are recurrent.
         is_of_blocks: a layer is one of attention, recurrence, MLP and experts, as layer_types says.
         has_factors: the checkpoint's matrices are multiplied by factors: Falcon-H1's *_multiplier.
-        rotates: which layers that attend have RoPE: "all", "none", "if asked" (position_embedding_type); see windows.
+        rotates: which layers that attend have RoPE: "all", "none", "if asked" (position_embedding_type), "listed"
+            (no_rope_layers); see windows.
+        has_chunks: layers with RoPE see the tokens of their attention_chunk_size alone; as much context is served.
     """
 
     architecture: str
@@ -123,6 +129,7 @@ class Family(Traits):
     is_of_blocks: bool = False
     has_factors: bool = False
     rotates: str = "all"
+    has_chunks: bool = False
 
 
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "output")}
@@ -246,6 +253,34 @@ _DEEPSEEK_NEUTRAL = {
     "scoring_func": ("sigmoid", None),
     "topk_method": ("noaux_tc", None),
 }
+
+_GRANITE4 = Family(
+    architecture="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    defaults={
+        **_MAMBA_DEFAULTS,
+        "attention_multiplier": 1.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+    },
+    biases=_ATTENTION_BIAS,
+    neutral=_MAMBA_NEUTRAL,
+    has_fused_gate_up=True,
+    renamed=(
+        ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
+        ("mlp.down_proj.", "shared_mlp.output_linear."),
+    ),
+    experts=ExpertFields(
+        count=("num_local_experts",),
+        width="intermediate_size",
+        shared_width="shared_intermediate_size",
+        is_optional=True,
+    ),
+    aliases={"layers_block_type": "layer_types"},
+    recurrence="mamba",
+    rotates="if asked",
+)
 
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", biases=_BIASES),
@@ -631,6 +666,43 @@ FAMILIES = (
         ),
     ),
     Family(
+        architecture="Llama4ForCausalLM",
+        model_type="llama4_text",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "intermediate_size_mlp": 16_384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        biases=_ATTENTION_BIAS,
+        qk_norm="plain",
+        qk_norm_field="use_qk_norm",
+        are_pairs_adjacent=True,
+        renamed=(("mlp.gate.", "feed_forward.router."), *_FEED_FORWARD),
+        experts=ExpertFields(
+            count=("num_local_experts",),
+            width="intermediate_size",
+            shared_width="intermediate_size",
+            scoring="sigmoid",
+            normalized="norm_topk_prob",
+            dense="interleaved",
+            scales_inputs=True,
+        ),
+        rotates="listed",
+        has_chunks=True,
+    ),
+    Family(
         architecture="Lfm2ForCausalLM",
         model_type="lfm2",
         defaults={
@@ -699,33 +771,8 @@ FAMILIES = (
         experts=_DELTA_EXPERTS,
         **_DELTA,
     ),
-    Family(
-        architecture="GraniteMoeHybridForCausalLM",
-        model_type="granitemoehybrid",
-        defaults={
-            **_MAMBA_DEFAULTS,
-            "attention_multiplier": 1.0,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 1024,
-        },
-        biases=_ATTENTION_BIAS,
-        neutral=_MAMBA_NEUTRAL,
-        has_fused_gate_up=True,
-        renamed=(
-            ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
-            ("mlp.down_proj.", "shared_mlp.output_linear."),
-        ),
-        experts=ExpertFields(
-            count=("num_local_experts",),
-            width="intermediate_size",
-            shared_width="shared_intermediate_size",
-            is_optional=True,
-        ),
-        aliases={"layers_block_type": "layer_types"},
-        recurrence="mamba",
-        rotates="if asked",
-    ),
+    _GRANITE4,
+    replace(_GRANITE4, architecture="granitehybrid", model_type="granitehybrid", has_fused_gate_up=False, renamed=()),
     Family(
         architecture="BambaForCausalLM",
         model_type="bamba",
@@ -863,6 +910,7 @@ class TextTower:
 TEXT_TOWERS = {
     "Gemma3ForConditionalGeneration": TextTower("gemma3", ("gemma3_text",), True),
     "Mistral3ForConditionalGeneration": TextTower("mistral3", ("mistral", "ministral3"), True),
+    "Llama4ForConditionalGeneration": TextTower("llama4", ("llama4_text",), False),
     "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2_5_vl", ("qwen2_5_vl_text",), False),
     "Qwen3VLForConditionalGeneration": TextTower("qwen3_vl", ("qwen3_vl_text",), False),
     "Qwen3_5ForConditionalGeneration": TextTower("qwen3_5", ("qwen3_5_text",), False),
@@ -885,6 +933,21 @@ _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.d
 _LLAMA = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_ATTENTION, **_MLP, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_SPACE = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SPACE_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+_SPACE_FIELDS = {
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_ssm": "ssm.inner_size",
+}
+_SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _GEMMA_FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -900,6 +963,7 @@ class GgufFamily:
     Args:
         model_type: of its Family.
         layer_names: a layer's tensors, GGUF name -> Hugging Face name.
+        whole_names: the same for tensors of which either name does not end in weight or bias, with all that it has.
         expert_names: the same for tensors that hold all experts one after the other, with {} for the expert's number.
         are_heads_turned: rows of q and k are stored with each rotary pair side by side.
         fields: config.json field -> metadata key, where the computation depends on it.
@@ -909,6 +973,7 @@ class GgufFamily:
 
     model_type: str
     layer_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    whole_names: Mapping[str, str] = field(default_factory=dict)
     expert_names: Mapping[str, str] = field(default_factory=dict)
     are_heads_turned: bool = False
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -927,6 +992,43 @@ _EXPERT_FIELDS = {
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 
+_GRANITE_FIELDS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def _own(names: Mapping[str, str], *renamed: tuple[str, str]) -> dict[str, str]:
+    """With other parts of Hugging Face's names, the usual part first."""
+    found = dict(names)
+    for usual, own in renamed:
+        found = {name: other.replace(usual, own) for name, other in found.items()}
+    return found
+
+
+_IN_MIXERS = (("self_attn.", "mixer."), ("mlp.", "mixer."), ("mamba.", "mixer."), ("input_layernorm", "norm"))
+_NEMOTRON = GgufFamily(
+    "nemotron_h",
+    _own({**_ATTENTION, **_MLP, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}, *_IN_MIXERS),
+    _own({**_SPACE_WHOLE, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}, *_IN_MIXERS),
+    _own(_EXPERTS, *_IN_MIXERS),
+    are_heads_turned=True,
+    fields={
+        **_SPACE_FIELDS,
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "n_shared_experts": "expert_shared_count",
+        "norm_topk_prob": "expert_weights_norm",
+        "routed_scaling_factor": "expert_weights_scale",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+    },
+)
+
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
     "qwen2": GgufFamily("qwen2"),
@@ -936,7 +1038,7 @@ GGUF_FAMILIES = {
     "qwen3moe": GgufFamily(
         "qwen3_moe",
         {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
-        _EXPERTS,
+        expert_names=_EXPERTS,
         fields=_EXPERT_FIELDS,
         constants={"norm_topk_prob": True},
     ),
@@ -948,7 +1050,7 @@ GGUF_FAMILIES = {
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
             **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
         },
-        _EXPERTS,
+        expert_names=_EXPERTS,
         fields={**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
     ),
     "seed_oss": GgufFamily("seed_oss", {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}),
@@ -967,13 +1069,35 @@ GGUF_FAMILIES = {
     "granite": GgufFamily(
         "granite",
         are_heads_turned=True,
+        fields=_GRANITE_FIELDS,
+    ),
+    "granitehybrid": GgufFamily(
+        "granitehybrid",
+        {**_LLAMA, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        _SPACE_WHOLE,
+        _EXPERTS,
+        are_heads_turned=True,
         fields={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
+            **_GRANITE_FIELDS,
+            **_SPACE_FIELDS,
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "shared_intermediate_size": "expert_shared_feed_forward_length",
         },
     ),
+    "falcon-h1": GgufFamily(
+        "falcon_h1",
+        _own(
+            {**_LLAMA, **_SPACE},
+            ("mlp.", "feed_forward."),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+        ),
+        {**_SPACE_WHOLE, "ffn_norm": "pre_ff_layernorm.weight"},
+        fields=_SPACE_FIELDS,
+        constants={"mamba_norm_before_gate": False},  # its multipliers are in its matrices
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
     "olmo2": GgufFamily("olmo2", {**_ATTENTION, **_MLP, **_POST_NORMS}),
     "phi3": GgufFamily(
         "phi3",
@@ -1000,7 +1124,7 @@ GGUF_FAMILIES = {
 MIXTRAL = GgufFamily(
     "mixtral",
     {**_LLAMA, "ffn_gate_inp": "block_sparse_moe.gate"},
-    {
+    expert_names={
         f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{short}"
         for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     },

@@ -75,8 +75,9 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     """
     family = _family(file)
     found: dict[str, GgufTensor] = {}
-    for name, tensor in file.tensors.items():
-        match = _LAYER_NAME.fullmatch(name)
+    for name, stored in file.tensors.items():
+        match, tensor = _LAYER_NAME.fullmatch(name), replace(stored, shape=_shape(name, stored.shape))
+        _, index, within = (*name.split(".", 2), "", "")[:3]
         if name == ROPE_FACTORS:
             continue
         if match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
@@ -86,14 +87,26 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
             for number in range(num_experts):
                 offset = tensor.offset + number * size
                 found[stem.format(number)] = GgufTensor(tuple(shape), tensor.format, offset, size)
-        elif match is not None and match[2] == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:  # a matrix of one row
-            name = f"model.layers.{match[1]}.{family.layer_names.get(match[2], match[2])}.{match[3]}"
-            found[name] = replace(tensor, shape=(1, *tensor.shape))
+        elif within in family.whole_names:
+            found[f"model.layers.{index}.{family.whole_names[within]}"] = tensor
         elif match is not None and match[2] in family.layer_names:
             found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
         else:
-            found[_NAMES.get(name, name)] = tensor
+            name = _NAMES.get(name, name)
+            for usual, own in family.family.renamed:
+                name = name.replace(usual, own)
+            found[name] = tensor
     return found
+
+
+def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What Hugging Face's tensor has; a file leaves out dimensions of 1, or has more of them."""
+    kind = (*name.split("."), "", "", "")[2]
+    if kind == "ffn_gate_inp_shexp" and len(shape) == 1:
+        return 1, *shape
+    if kind == "ssm_conv1d" and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return (math.prod(shape),) if kind in ("ssm_a", "ssm_d", "ssm_norm") else shape
 
 
 def num_turned_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
@@ -109,7 +122,18 @@ def num_turned_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
     heads = metadata.get(f"{prefix}.attention.head_count")
     if ".q_proj." in name:
         return heads
-    return metadata.get(f"{prefix}.attention.head_count_kv", heads) if ".k_proj." in name else None
+    return _most(metadata.get(f"{prefix}.attention.head_count_kv", heads)) if ".k_proj." in name else None
+
+
+def _most(value: Any) -> Any:
+    """Of a field with a number for each layer, 0 where the layer has no such part."""
+    return max(value, default=0) if isinstance(value, list) else value
+
+
+def is_decay(name: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the tensor is a logarithm, of which GGUF stores the exponential, negated. name: Hugging Face's."""
+    family = find_family(metadata)
+    return family is not None and bool(family.whole_names) and name.endswith(".A_log")
 
 
 def is_norm_shifted(name: str, metadata: Mapping[str, Any]) -> bool:
@@ -136,9 +160,9 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "architectures": [family.family.architecture],
         "model_type": family.model_type,
         "vocab_size": _vocab_size(file),
-        **{name: _need(fields, key) for name, key in _NEEDED.items()},
+        **{name: _most(_need(fields, key)) for name, key in _NEEDED.items()},
         "num_hidden_layers": _num_layers(file, fields),
-        "num_key_value_heads": fields.get("attention.head_count_kv", fields["attention.head_count"]),
+        "num_key_value_heads": _most(fields.get("attention.head_count_kv", fields["attention.head_count"])),
         "head_dim": head_dim,
         "rope_theta": fields.get("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(fields, rope_factors, head_dim),
@@ -149,7 +173,8 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         **{name: fields.get(key) for name, key in family.fields.items()},
         **_family_fields(file, family, fields, head_dim),
     }
-    return {name: value for name, value in config.items() if value is not None}
+    own = {usual: name for name, usual in family.family.aliases.items()}
+    return {own.get(name, name): value for name, value in config.items() if value is not None}
 
 
 def _head_dim(fields: Mapping[str, Any], family: GgufFamily) -> int | None:
@@ -177,11 +202,40 @@ def _family_fields(
         found["sliding_window"] = fields.get("attention.sliding_window") or None
     if family.family.has_partial_rope:
         found["partial_rotary_factor"] = _count(fields, "rope.dimension_count") / (head_dim or 1)
+    if family.whole_names:
+        found |= _space_fields(file, family, fields)
     biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down"}
     for name, parts in family.family.biases.items():
         if name:
             found[name] = f"blk.0.{biased[parts[-1]]}.bias" in file.tensors
     return found
+
+
+def _space_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of models with state spaces, whose layers differ in what they have."""
+
+    def of_layers(name: str) -> list[Any]:
+        value, num_layers = fields.get(name), fields["block_count"]
+        if isinstance(value, list) and len(value) != num_layers:
+            raise _bad(f"{name} has {len(value)} numbers for {num_layers} layers")
+        return value if isinstance(value, list) else [value] * num_layers
+
+    ends = {kind: f".{kind}.bias" for kind in ("ssm_in", "ssm_conv1d")}
+    has_bias = {kind: any(name.endswith(end) for name in file.tensors) for kind, end in ends.items()}
+    found: dict[str, Any] = {"mamba_proj_bias": has_bias["ssm_in"], "mamba_conv_bias": has_bias["ssm_conv1d"]}
+    found["mamba_d_head"] = _count(fields, "ssm.inner_size") // _count(fields, "ssm.time_step_rank")
+    if family.family.has_parallel_mixers:
+        return {**found, "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in file.tensors)}
+    attending, mlps = of_layers("attention.head_count_kv"), of_layers("feed_forward_length")
+    if family.family.is_of_blocks:
+        mlp = "moe" if fields.get("expert_count") else "mlp"
+        layers = zip(attending, mlps, strict=True)
+        kinds = ["full_attention" if kv else mlp if inner else "linear_attention" for kv, inner in layers]
+        return {**found, "layer_types": kinds}
+    kinds = ["full_attention" if num_kv_heads else "linear_attention" for num_kv_heads in attending]
+    kind = "rope" if fields.get("rope.scaling.finetuned") else "nope"
+    own = {"num_local_experts": fields.get("expert_count", 0), "position_embedding_type": kind}
+    return {**found, **own, "layer_types": kinds}
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +277,11 @@ def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_l
     holds: dict[str, Callable[[Any], bool]] = {
         "expert_count": lambda value: value == 0,
         "rope.scaling.type": lambda value: value in ("none", "linear"),
-        "rope.dimension_count": lambda value: value == key_length or family.family.has_partial_rope,
+        "rope.dimension_count": lambda value: (
+            value == key_length or family.family.has_partial_rope or family.family.rotates == "none"
+        ),
+        "moe_latent_size": lambda value: value == 0,
+        "nextn_predict_layers": lambda value: value == 0,
         "attention.value_length": lambda value: value == key_length,
         "attention.sliding_window": lambda value: value == 0,
         "attention.sliding_window_pattern": lambda value: not value,
@@ -353,6 +411,8 @@ _ALIASES = {
     "chatglm-bpe": "glm4",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
+    "falcon-h1": "llama-bpe",
+    "pixtral": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "olmo": "gpt-2",
     "granite-docling": "gpt-2",

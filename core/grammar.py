@@ -8,9 +8,10 @@ to, states the engine's.
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import msgspec
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from core.constraints import (
+    ENFORCED,
+    FORMATS,
     MAX_REPEATED,
     NO_END,
     WHITESPACE,
@@ -31,6 +34,7 @@ from core.constraints import (
 )
 from core.errors import InvalidRequest
 
+JsonObject = Mapping[str, Any]
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -71,10 +75,11 @@ _DRAWN = re.compile(r"regex parse error:\n {4}(?P<shown>.*)\n {4}(?P<before> *)\
 _SHOWN = {
     "pattern": ("parse error:\n    {}\n", "in regex /{}/"),
     "patternProperties": ("parse error:\n    {}\n", "in regex /{}/", "regexes /{}/"),
-    "required": ("required property '{}' is unsatisfiable",),
     "type": ("Invalid type: {}",),
     "multipleOf": ("Value for 'multipleOf'",),
 }
+_UNSATISFIABLE = "nsatisfiable"
+_FORMATS = [one["pattern"] for one in FORMATS.values() if "pattern" in one]
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -276,7 +281,7 @@ class GrammarCompiler:
         source = spec.source
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:  # joined as text: to read and write it again would hold the GIL for long
-                inner = f'{{"json_schema": {{{_OPTIONS}{", " if source != "{}" else ""}{source[1:]}'
+                inner = _schema_grammar(source)
             case GrammarKind.REGEX:
                 inner = json.dumps(json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0])[:-1]
             case GrammarKind.LARK | GrammarKind.TAGGED:
@@ -291,8 +296,11 @@ class GrammarCompiler:
         make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=limits)
         matcher = make()
         if matcher.is_error():
-            for schema in spec.schemas:
-                self._compile_within(schema, spec.param)
+            for one in spec.schemas:
+                self._compile_within(one, spec.param)
+            if spec.kind is GrammarKind.JSON_SCHEMA and _UNSATISFIABLE in matcher.get_error():
+                schema = json.loads(source)
+                raise InvalidRequest(self._contradiction(schema, spec.param, schema), spec.param)
             raise InvalidRequest(_refusal(spec, matcher.get_error()), spec.param)
 
         def anew(state: GrammarState) -> LLMatcher | None:
@@ -314,6 +322,20 @@ class GrammarCompiler:
             raise InvalidRequest(
                 str(error) if is_path else f"{param}: {error}", schema.param if is_path else param
             ) from None
+
+    def _contradiction(self, schema: JsonObject, path: str, root: JsonObject) -> str:
+        """Tells of the innermost schema of one that no value fits."""
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        properties = schema.get("properties", {})
+        inner = [(f"{path}.properties.{name}", properties.get(name)) for name in schema.get("required", ())]
+        for place, one in [*inner, (f"{path}.items", schema.get("items"))]:
+            if isinstance(one, dict):
+                text = f'{{"grammars": [{_schema_grammar(json.dumps(definitions | one))}}}]}}'
+                if _UNSATISFIABLE in LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS).get_error():
+                    return self._contradiction(one, place, root)
+        held = ((name, value) for name, value in schema.items() if name in ENFORCED - {"type"})
+        names = ["format" if value in _FORMATS else name for name, value in held]
+        return f"{path} cannot be satisfied: no value fits its {' and '.join(names)}. Correct the schema."
 
     def _probe(self, grammar: Grammar, param: str) -> None:
         """Follow the grammar along some answers of punctuation, where alternatives begin.
@@ -340,34 +362,42 @@ class GrammarCompiler:
                 state.accept(choices[turn % len(choices)])
 
 
+def _schema_grammar(source: str) -> str:
+    """The library's form of a schema, but for the bracket that closes it."""
+    return f'{{"json_schema": {{{_OPTIONS}{", " if source != "{}" else ""}{source[1:]}'
+
+
 def _refusal(spec: GrammarSpec, error: str) -> str:
     """The library's words, with the path where they name a keyword."""
     error = error.partition("\n\n")[0].strip()[:MAX_SHOWN]
-    if spec.kind is GrammarKind.JSON_SCHEMA and (found := _UNIMPLEMENTED.search(error)):
-        names = json.loads(f"[{found[1]}]")
-        found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
-        places = [f"{path}.{key}" for path, key, _ in found_keys if key in names]
-        return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
-    if spec.kind is GrammarKind.JSON_SCHEMA and error.startswith("oneOf constraints are not supported"):
-        found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
-        places = [f"{path}.{key}" for path, key, _ in found_keys if key == "oneOf"]
-        return (
-            f"{' or '.join(places[:3])} cannot be held, as more than one of its schemas may fit. Use anyOf, or give"
-            " each a required property with a constant of its own."
-        )
-    if spec.kind is GrammarKind.JSON_SCHEMA and error == "schema too large":
-        return (
-            f"{spec.param} is too large once its schemas that hold together are put into one: shorten allOf and $ref."
-        )
     if spec.kind is GrammarKind.JSON_SCHEMA:
-        path, pattern = _place_of(error, spec)
-        return f"{path} cannot be used: {_with_column(error, pattern)}"
+        return _schema_refusal(spec, error)
     if spec.kind is GrammarKind.LARK:
         error = _PLACE.sub(r"line \1, column \2: ", error)
     else:  # the library was given what is written here: the client's text has no such place
         error = _PLACE.sub("", re.sub(r"\n *\d+ \|.*", "", error, flags=re.DOTALL))
         error = re.sub(r"^invalid regex .* \(in regex\): ", "", error, flags=re.DOTALL)
     return f"{spec.param} cannot be used: {_with_column(error, spec.source)}"
+
+
+def _schema_refusal(spec: GrammarSpec, error: str) -> str:
+    if error == "schema too large":
+        return (
+            f"{spec.param} is too large once its schemas that hold together are put into one: shorten allOf and $ref."
+        )
+    unknown, is_one_of = _UNIMPLEMENTED.search(error), error.startswith("oneOf constraints are not supported")
+    if not unknown and not is_one_of:
+        path, pattern = _place_of(error, spec)
+        return f"{path} cannot be used: {_with_column(error, pattern)}"
+    names = json.loads(f"[{unknown[1]}]") if unknown else ["oneOf"]
+    found = keywords_of(json.loads(spec.source), spec.param)
+    places = [f"{path}.{keyword}" for path, keyword, _ in found if keyword in names]
+    if unknown:
+        return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
+    return (
+        f"{' or '.join(places[:3])} cannot be held, as more than one of its schemas may fit. Use anyOf, or give"
+        " each a required property with a constant of its own."
+    )
 
 
 def _with_column(error: str, pattern: str) -> str:
@@ -383,12 +413,11 @@ def _with_column(error: str, pattern: str) -> str:
 
 def _place_of(error: str, spec: GrammarSpec) -> tuple[str, str]:
     """The path of the keyword that the library's words repeat, and what they repeat."""
-    for path, keyword, value in keywords_of(json.loads(spec.source), spec.param, 0):
-        for one in value if keyword in ("patternProperties", "required") else (value,):
+    for path, keyword, value in keywords_of(json.loads(spec.source), spec.param):
+        for one in value if keyword == "patternProperties" else (value,):
             for words in _SHOWN.get(keyword, ()):
                 if words.format(str(one).replace("\n", "\\n")) in error:
-                    where = f"properties.{one}" if keyword == "required" else keyword
-                    return f"{path}.{where}", str(one)
+                    return f"{path}.{keyword}", str(one)
     return spec.param, ""
 
 

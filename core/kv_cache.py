@@ -10,7 +10,8 @@ of the process, so clients cannot construct colliding keys. A serial is never us
 evicted without a host copy, nothing that was computed after it can be found through another block.
 
 A holder of a published block holds those before it in the chain too, and releases its last block first. So among kept
-blocks the least recently used leaf is evicted next, and never a parent before its children.
+blocks the least recently used leaf is evicted next, and never a parent before its children. Only where all layers have
+sliding windows, a sequence gives its first blocks back while it runs; once one is evicted, what follows is not found.
 
 A block is published when the row that fills it is planned: later rows of the same plan may read it, because a step
 writes all its keys and values before it reads any. If the row fails, the scheduler has the block forgotten, and the
@@ -106,6 +107,8 @@ class BlockTable:
 
     Args:
         domain: which blocks it may share.
+        num_dropped: leading entries that were given back: they are BlockPool.no_block.
+        dropped: those that others may still find, with their serials.
         num_sent: leading entries that the runner knows.
         num_published: leading entries that other sequences can find.
         num_matched: entries that the last lookup would have found, were there a kept state behind them.
@@ -116,9 +119,20 @@ class BlockTable:
     num_sent: int = 0
     num_published: int = 0
     num_matched: int = 0
+    num_dropped: int = 0
+    dropped: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it has a reference to."""
+        return self.blocks[self.num_dropped :] if self.num_dropped else self.blocks
+
+    @property
+    def num_held(self) -> int:
+        return len(self.blocks) - self.num_dropped
 
     def replace(self, position: int, block: int) -> int:
         """Put another block at this index, to be sent with the next row. Returns the old one."""
@@ -127,9 +141,10 @@ class BlockTable:
         return replaced
 
     def take(self) -> list[int]:
-        """Empty the table and return its blocks."""
-        blocks, self.blocks, self.num_sent, self.num_published = self.blocks, [], 0, 0
-        return blocks
+        """Empty the table and return the blocks that it held."""
+        held, self.blocks, self.dropped = self.held, [], []
+        self.num_sent = self.num_published = self.num_dropped = 0
+        return held
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -486,6 +501,19 @@ class BlockPool:
         self._references[block] -= 1
         return taken
 
+    @property
+    def no_block(self) -> int:
+        """Stands in tables for what was given back; the runner has zeros there."""
+        return self.num_blocks
+
+    def drop(self, table: BlockTable, end: int) -> None:
+        """Release the first blocks of a table, up to this entry: nothing that comes reads them."""
+        first, table.num_dropped = table.num_dropped, end
+        blocks = table.blocks[first:end]
+        table.blocks[first:end] = [self.no_block] * len(blocks)
+        table.dropped += [(block, self._serials[block]) for block in blocks if self.is_published(block)]
+        self.release(blocks)
+
     def release(self, blocks: Seq[int]) -> None:
         """Drop one reference of each, last first: a sequence's tail is reused before its head."""
         for block in reversed(blocks):
@@ -505,6 +533,10 @@ class BlockPool:
         return block
 
     # Which can be found
+
+    def forget_table(self, table: BlockTable) -> None:
+        """forget() all that a sequence has computed."""
+        self.forget([*(block for block, serial in table.dropped if self._serials[block] == serial), *table.held])
 
     def extend(self, table: BlockTable, token_ids: Seq[int], num_computed: int = 0) -> int:
         """Continue a table, from its last published block, with as many published blocks as match.

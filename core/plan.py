@@ -106,7 +106,7 @@ class StepPlan:
     token_ids: Int32Array  # [sum(lengths)]
     table_slots: Int32Array  # [new blocks]: block table of this slot ...
     table_positions: Int32Array  # [new blocks]: ... at this index ...
-    table_blocks: Int32Array  # [new blocks]: ... holds this block from now on
+    table_blocks: Int32Array  # [new blocks]: ... holds this block from now on; num_blocks: none, it is not read again
     copy_sources: Int32Array  # [copies]: block whose content ...
     copy_targets: Int32Array  # [copies]: ... is copied to this block first (copy on write)
     sequence_starts: list[SequenceStart] = field(default_factory=list)
@@ -183,6 +183,7 @@ class RunnerLimits:
     few_tokens: int = 0  # about so many tokens of a step are multiplied in the time that reading the weights takes
     max_drafts: int = 0  # tokens of a step
     num_kept_states: int | None = None  # of recurrent layers, at block borders; None: the model has no such layers
+    window: int | None = None  # tokens that a token sees in all layers, itself included; None: in some, all before it
     takes_whole_prompts: bool = False  # a prompt is one row of one step, of max_batch_tokens at most
     timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 
@@ -359,10 +360,14 @@ class PlanBuilder:
         """Copy on write: `block` replaces the shared one at this index of the sequence's table."""
         self.add_copy(sequence.table.blocks[position], block)
         sequence.table.blocks[position] = block
-        if position < sequence.table.num_sent:
+        self.resend(sequence, position, position + 1)
+
+    def resend(self, sequence: Sequence, first: int, end: int) -> None:
+        """These entries of the sequence's table have changed."""
+        for position in range(first, min(end, sequence.table.num_sent)):
             self._table_slots.append(sequence.slot)
             self._table_positions.append(position)
-            self._table_blocks.append(block)
+            self._table_blocks.append(sequence.table.blocks[position])
 
     def build(self) -> StepPlan | None:
         """The plan, None if it has no rows."""

@@ -368,7 +368,7 @@ def enough_of(
     for sequence in candidates:
         chosen.append(sequence)
         num_slots -= slots_of(sequence)
-        num_blocks -= len(sequence.table)
+        num_blocks -= sequence.table.num_held
         if num_slots <= 0 and num_blocks <= 0:
             return chosen
     return []
@@ -430,7 +430,7 @@ class Charges:
             owed_s = part_s = fixed_s + length * (token_s + kv_s * start)
             if start < sequence.prepaid_end:
                 owed_s, part_s = fixed_s, fixed_s + self._use_prepaid(sequence, start, length)
-            num_blocks = len(sequence.table.blocks)
+            num_blocks = sequence.table.num_held
             parts_s.append(part_s)
             held.append(num_blocks)
             tenant = sequence.tenant
@@ -456,7 +456,7 @@ class Charges:
             in_step = set(rows)
             for sequence in running:
                 if sequence not in in_step:
-                    num_blocks = len(sequence.table.blocks)
+                    num_blocks = sequence.table.num_held
                     num_held += num_blocks
                     sequence.kv_block_s += num_blocks * step_s
                     sequence.tenant.charge(num_blocks * block_s)

@@ -495,7 +495,7 @@ class Scheduler:
     def _preempt(self, builder: PlanBuilder, victim: Sequence, cause: PreemptionCause, by: Sequence) -> None:
         self._count_preemption(victim, cause, by.request_id)
         # a copy's source must not be handed out in this plan: restart() may have to copy it once more
-        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
+        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.held)
         self.states.requeue(victim)
 
     def _add_row(
@@ -529,6 +529,7 @@ class Scheduler:
                 length = self._to_border(start, length, len(sequence.token_ids), builder.budget)
             sequence.progress_s = self.states.now_s
         end = start + length + len(drafts)
+        self.states.drop_unseen(builder, sequence, start)
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, end - start, drafts)
             self.states.save_states(builder, sequence, start, end)

@@ -105,7 +105,7 @@ class SequenceStates:
         self.now_s = 0.0
         self.mean_answer_tokens = FIRST_GUESS_TOKENS
         self._step_cost = step_cost
-        self._block_size = limits.block_size
+        self._limits, self._block_size = limits, limits.block_size
 
     # Waiting and running
 
@@ -147,10 +147,7 @@ class SequenceStates:
         )
         if len(child.token_ids) % self._block_size == 0 or child.num_scored_tokens != ALL_SCORED:
             child.num_computed_tokens -= child.num_computed_tokens % self._block_size
-        num_blocks = num_blocks_for(child.num_computed_tokens, self._block_size)
-        child.table.blocks = parent.table.blocks[:num_blocks]
-        child.table.num_published = min(parent.table.num_published, child.num_computed_tokens // self._block_size)
-        self.pool.share(child.table.blocks)
+        self._share_blocks(parent, child)
         child.level = parent.level
         self._start_running(child)
 
@@ -159,16 +156,21 @@ class SequenceStates:
         self.pool.release(child.table.take())
         child.token_ids[:] = parent.token_ids
         child.num_computed_tokens, child.num_scored_tokens = parent.num_computed_tokens, ALL_SCORED
-        num_blocks = num_blocks_for(parent.num_computed_tokens, self._block_size)
-        child.table.blocks = parent.table.blocks[:num_blocks]
-        child.table.num_published = min(parent.table.num_published, child.num_computed_tokens // self._block_size)
-        self.pool.share(child.table.blocks)
+        self._share_blocks(parent, child)
         if self.kept is not None:
             self._start_from(child, ~parent.slot)
         child.is_started = False
         if child.state is SequenceState.WAITING:
             child.level = parent.level
             self._start_running(child)
+
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
+        """Give a child, which has none, the parent's blocks of the tokens that it counts as computed."""
+        source, table, num_tokens = parent.table, child.table, child.num_computed_tokens
+        table.blocks = source.blocks[: num_blocks_for(num_tokens, self._block_size)]
+        table.num_published = min(source.num_published, num_tokens // self._block_size)
+        table.num_dropped, table.dropped = source.num_dropped, source.dropped[:]
+        self.pool.share(table.held)
 
     def fork_siblings(self, group: SequenceGroup) -> None:
         """Its leader has the prompt: let the others share it."""
@@ -313,7 +315,7 @@ class SequenceStates:
 
     def forget(self, sequence: Sequence) -> None:
         """Make everything it has computed unusable, for itself too: chunks before the failed one may be wrong."""
-        self.pool.forget(sequence.table.blocks)
+        self.pool.forget_table(sequence.table)
         sequence.num_computed_tokens = 0  # a sibling that takes over starts from nothing
         sequence.plain_end = 0
 
@@ -437,6 +439,24 @@ class SequenceStates:
     def publish(self, sequence: Sequence, end: int) -> bool:
         """Publish the blocks that its first `end` tokens fill. False: an equal block of another is published."""
         return self.pool.publish(sequence.table, sequence.token_ids, end)
+
+    def drop_unseen(self, builder: PlanBuilder, sequence: Sequence, start: int) -> None:
+        """Give back the blocks behind the window of the tokens from `start` on.
+
+        One more block stays for children, which may start earlier by so much, and those stay that rows in flight may
+        have to write again, that others cannot find yet, or that the plan copies.
+        """
+        limits, table = self._limits, sequence.table
+        if limits.window is None or sequence.num_scored_tokens != ALL_SCORED:
+            return
+        num_settled = start - sequence.num_in_flight * limits.max_batch_tokens
+        end = (num_settled + 1 - limits.window) // self._block_size - 1
+        if self.pool.has_prefix_cache:
+            end = min(end, table.num_published - 1)
+        first = table.num_dropped
+        if end > first and builder.sources.isdisjoint(table.blocks[first:end]):
+            self.pool.drop(table, end)
+            builder.resend(sequence, first, end)
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks behind that of its next token: drafts in them were wrong."""

@@ -296,6 +296,8 @@ class _Writer:
             if not texts:
                 raise CannotHold(path, "enum")
             return f"({' | '.join(map(_quoted, texts))}) {_quoted(end)}"
+        if not types:  # it is read as a string, and has no other bounds
+            schema = {"type": "string", **{key: one for key, one in schema.items() if key not in _BOUNDS}}
         if schema.get("type") == "string":
             _check(schema, path, _STRING_KEYWORDS)
             self._rules.append(f"{(name := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, end)}")
@@ -303,6 +305,9 @@ class _Writer:
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         if "string" in types:
             return self._bare_union(_alternatives(schema, path, root), end, path, definitions, types)
+        for keyword in {"anyOf", "oneOf"} & schema.keys():
+            if any(not parameter_types({**root, "properties": {"": one}}, "") for one in schema[keyword]):
+                raise CannotHold(path, keyword)  # JSON of any type, which is read as a string
         return f"{inline_json({**definitions, **schema})} {_quoted(end)}"
 
     def _bare_union(

@@ -24,7 +24,7 @@ from torch import Tensor
 from core.errors import BadCheckpoint
 from core.gguf import BLOCKS, GgufTensor, parse_gguf
 from core.gguf import SUFFIX as GGUF_SUFFIX
-from core.gguf_model import hugging_face_tensors, is_norm_shifted, num_turned_heads
+from core.gguf_model import hugging_face_tensors, is_decay, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
 from gpu.blocks import IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks
 from gpu.parameters import Target
@@ -69,7 +69,9 @@ TEXT_PREFIXES = {
     "backbone.": "model.",
 }
 OTHER_TOWERS = tuple(
-    f"{outer}{name}." for outer in ("", "model.") for name in ("vision_tower", "visual", "multi_modal_projector")
+    f"{outer}{name}."
+    for outer in ("", "model.")
+    for name in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
 )
 MASK_SUFFIXES = (".attn.bias", ".self_attn.bias", ".attention.bias")  # causal masks: [1, 1, tokens, tokens]
 # A mapped file's pages count as resident until it is closed: at most so many stay beside the parameters and one tensor.
@@ -522,6 +524,8 @@ class GgufReader:
         tensor = self._floats(self.tensors[name])
         if is_norm_shifted(name, self._metadata):
             tensor = tensor - 1
+        if is_decay(name, self._metadata):
+            tensor = tensor.neg().log()
         return self._in_order(name, tensor)
 
     def get_blocks(self, name: str) -> Tensor:

@@ -140,6 +140,7 @@ class ModelRunner:
             few_tokens=FEW_TOKENS[device.type],
             max_drafts=max_drafts,
             num_kept_states=None if config.recurrence is None else memory.num_kept_states,
+            window=config.longest_window,
         )
 
     def _tune(self, memory: MemoryPlan) -> Tuning:

@@ -17,6 +17,7 @@ import msgspec
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Usage
 from server.adapters import Adapters
+from server.api.messages import ERRORS as ANTHROPIC_ERRORS
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
 from server.batches.runner import Batches
@@ -129,7 +130,7 @@ class Exchange(Account):
 
     Args:
         argument: what the route's prefix leaves of the path, decoded.
-        errors: as the route has them.
+        errors: as the route has them; Anthropic's where the request says `anthropic-version`.
         identify: returns the caller, or raises ServiceError; None: the request's head says who it is.
     """
 
@@ -421,11 +422,15 @@ class App:
             exchange.stream.send_head(ResponseHead(200, ((b"content-length", b"0"), *preflight)))
             exchange.stream.end()
             return
+        is_anthropics = exchange.request.header(b"anthropic-version") is not None
+        if is_anthropics:
+            exchange.errors = ANTHROPIC_ERRORS
         route, exchange.argument = self.find_route(exchange.request.path, exchange.request.method)
-        exchange.asks_generation, exchange.errors = route.needs_tokens, route.errors
+        exchange.asks_generation = route.needs_tokens
+        exchange.errors = ANTHROPIC_ERRORS if is_anthropics and route.errors is OPENAI_ERRORS else route.errors
         exchange.stream.common_headers += route.headers
-        if route.errors.id_header is not None:
-            exchange.stream.common_headers += ((route.errors.id_header, exchange.request_id.encode()),)
+        if exchange.errors.id_header is not None:
+            exchange.stream.common_headers += ((exchange.errors.id_header, exchange.request_id.encode()),)
         if route.scope is not None and (self._metrics_need_key or route.scope is not Scope.METRICS):
             known = None if exchange.identify is None else exchange.identify()
             exchange.caller = known or await self.gate.identify(exchange.request, exchange.client)

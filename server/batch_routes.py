@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.api.decoding import decode, page_of
+from server.api.decoding import MAX_UNKNOWN_FIELDS, decode, is_ascending, page_of
 from server.api.replies import deleted_reply, list_reply
 from server.api.responses import check_metadata
 from server.app import Exchange, Route
@@ -25,6 +25,7 @@ from server.values import DURATION_UNITS
 from server.wire import sse
 from server.wire.messages import ResponseHead
 
+FORM_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MOST_UNFINISHED = 100  # batches of a tenant
 MOST_LISTED = 10_000  # files
@@ -118,16 +119,18 @@ async def upload(exchange: Exchange) -> None:
     exchange.enter(Stage.ANSWER)
     content_type, now_s = exchange.request.header(b"content-type") or b"", batches.now_s()
 
-    def store() -> File:
+    def store() -> tuple[File, set[str]]:
         form = parse_form(body, content_type)
         file = _file_of(form, caller.tenant.name, now_s)
         if file.bytes > limits.max_file_bytes:
             message = f"The file has {file.bytes:,} bytes, and at most {limits.max_file_bytes:,} are taken."
             raise ServiceError(ErrorKind.BODY_TOO_LARGE, message, "file_too_large", "file")
         batches.store.add_file(file, form["file"].content, limits.quota)
-        return file
+        return file, form.keys() - FORM_FIELDS
 
-    exchange.send(sse.json_line(file_document(await batches.offload(store))))
+    file, unknown_fields = await batches.offload(store)
+    exchange.server.metrics.count_unknown_fields(sorted(unknown_fields)[:MAX_UNKNOWN_FIELDS])
+    exchange.send(sse.json_line(file_document(file)))
 
 
 def _file_of(form: Mapping[str, Part], tenant: str, now_s: int) -> File:
@@ -175,8 +178,8 @@ async def list_files(exchange: Exchange) -> None:
     batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
     query = parse_qs(exchange.request.query)
     after, limit = page_of(query, MOST_LISTED, MOST_LISTED)
-    purpose, is_ascending = query.get("purpose", [None])[0], query.get("order", ["desc"])[0] == "asc"
-    found, has_more = await batches.offload(lambda: batches.store.files(tenant, purpose, after, limit, is_ascending))
+    purpose, ascends = query.get("purpose", [None])[0], is_ascending(query)
+    found, has_more = await batches.offload(lambda: batches.store.files(tenant, purpose, after, limit, ascends))
     exchange.send(list_reply([file_document(file) for file in found], has_more))
 
 

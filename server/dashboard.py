@@ -16,8 +16,8 @@ from server import __version__
 from server.app import App, Exchange, Route
 from server.gate.identity import Scope
 from server.gate.tenants import Deadlines
-from server.observing.accounting import RequestRecord
-from server.observing.live import COLUMNS, History, Live, Ring, Source
+from server.observing.accounting import RequestRecord, Ring
+from server.observing.live import COLUMNS, History, Live, Source
 from server.observing.metrics import resident_bytes
 from server.observing.slo import MINIMA
 
@@ -28,11 +28,11 @@ FILES = {  # by path
     "/dashboard/page.css": "page.css",
     "/dashboard/page.js": "page.js",
     "/dashboard/chart.js": "chart.js",
+    "/dashboard/elements.js": "elements.js",
     "/dashboard/engine.js": "engine.js",
     "/dashboard/tenants.js": "tenants.js",
 }
 MAX_RUNNING = 64  # shown of those in progress: with 10 viewers they cost 1 % of a core
-MAX_ENDED = 1000
 MAX_STEPS = 1024
 MAX_PREEMPTED = 64
 ASK_S = 1.0
@@ -159,7 +159,8 @@ def live_of(app: App, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> 
         }
 
     def ended(num_seen: int) -> tuple[int, list[dict[str, Any]]]:
-        return recorder.num_kept, [shown_ended(one) for one in recorder.since(num_seen)[-MAX_ENDED:]]
+        num_ever, flights = recorder.recent.since(num_seen)
+        return num_ever, [shown_ended(one) for one in flights]
 
     sources: dict[str, Source] = {"ended": ended, "steps": watch.steps.since, "preempted": watch.preempted.since}
     return Live(history, frame, sources | {"blocks": watch.blocks.since}, lambda: app.readiness.is_draining, loop)

@@ -49,6 +49,7 @@ from server.own_processes import DEVICES, Plan
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
+    from gpu.device import DeviceChoice
     from gpu.draft_model import DraftRunner
     from gpu.encoder import EncoderRunner
     from gpu.memory_plan import MemoryPlan
@@ -215,6 +216,8 @@ def _load(
             arithmetic_of(memory.device.device),
             *(getattr(engine, name) for name in CHANGE_TOKENS),
         ),
+        weights_bytes=memory.weights_bytes,
+        quantization=_quantization_of(model, config, memory.device),
         has_mtp=draft_model is not None and draft_model.name == "mtp",
     )
     check = runner.followers.check if isinstance(runner, ParallelRunner) else None
@@ -419,7 +422,6 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
     from gpu.tune import describe_attention, describe_graphs, describe_matmuls
-    from gpu.weights import prequantized_scheme
 
     files, model = _read_model(config, model_path(config, fetches=False))
     engine = config.to_engine_config()
@@ -433,7 +435,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     head_bytes = mtp_bytes(plan.model, engine, plan.device, open_checkpoint(files.path, model.packing))
     part = part_of(model, engine.tensor_parallel)
     demonstration = " (demonstration model)" if config.model is None else ""
-    scheme = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
+    scheme = _quantization_of(model, config, plan.device)
     layers = f", layers {scheme}" if scheme else ""
     num_full = plan.kv_tokens / plan.max_model_len
     kv = f"{format_size(plan.kv_bytes)}: {plan.kv_tokens:,} tokens = {num_full:.1f} x {plan.max_model_len:,}"
@@ -525,6 +527,15 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
 def _shown_states(plan: "MemoryPlan") -> str:
     size, most, num_kept = format_size(plan.state_bytes), plan.engine.max_sequences, plan.num_kept_states
     return f"{size} for recurrent layers: two for each of --max-sequences {most}, {num_kept} kept for later prompts"
+
+
+def _quantization_of(model: ModelConfig | EncoderConfig, config: ServerConfig, device: "DeviceChoice") -> str | None:
+    """Of the layers' matrices; None: they are floats."""
+    from gpu.weights import prequantized_scheme
+
+    if isinstance(model, EncoderConfig):
+        return None
+    return prequantized_scheme(model, config.quantize, device.device) or config.quantize
 
 
 def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str:

@@ -38,7 +38,7 @@ from server.ledger.ledger import End, Entry, EntryState, unavailable
 from server.ledger.responses import Turn
 from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
-from server.observing.recorder import RecordedRequest, digest_of
+from server.observing.recorder import REPLAY_HEADER, RecordedRequest, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
 from server.prompts import Prepared, PromptReader, own_name
@@ -601,6 +601,7 @@ class Generation:
                 body=None if self._body is None else self._body.decode(errors="replace"),
                 prompt_digest=digest_of(prepared.prompts) if keeps_bodies else None,
                 token_ids=ids if keeps_bodies else None,
+                is_replay=self._stream.request.header(REPLAY_HEADER.encode()) is not None,
                 **self._context.identity,
             )
         )

@@ -32,7 +32,7 @@ from server.own_processes import start_module
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILE_S = 1.2  # a refusal comes within 2 s, the checks before it and other work beside it included
+MAX_COMPILE_S = 1.0  # a refusal comes within 2 s, also on a busy machine
 MAX_ANEW_S = 0.1  # of a thread's time: to compile again while answers wait, for one that needs it
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
@@ -308,8 +308,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
-    file, most_tokens = (*map(int, sys.argv[1:]), None)[:2]
-    thread = threading.Thread(target=_serve, args=(file, most_tokens, sys.stdin.buffer, sys.stdout.buffer), daemon=True)
+    file, *given = map(int, sys.argv[1:])
+    arguments = (file, given[0] if given else None, sys.stdin.buffer, sys.stdout.buffer)
+    thread = threading.Thread(target=_serve, args=arguments, daemon=True)
     thread.start()
     thread.join()
 

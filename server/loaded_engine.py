@@ -42,6 +42,7 @@ class EngineFacts:
     Args:
         model_digest: of its weights.
         settings: that an answer's tokens may depend on.
+        weights_bytes: in memory; quantization: of the layers' matrices; None: they are as dtype says.
         has_mtp: the model's own head drafts.
     """
 
@@ -57,6 +58,8 @@ class EngineFacts:
     tasks: tuple[str, ...] = ("generate",)
     model_digest: str = ""
     settings: tuple[object, ...] = ()
+    weights_bytes: int = 0
+    quantization: str | None = None
     has_mtp: bool = False
 
 
@@ -220,12 +223,17 @@ def _fingerprint(loaded: LoadedEngine, identity: Mapping[str, str]) -> str:
     return f"fp_{sha256(repr((loaded.facts.device, sorted(identity.items()))).encode()).hexdigest()[:12]}"
 
 
+def _digest_of(facts: EngineFacts, files: ModelFiles) -> str:
+    """Of the weights, and of what config.json says of them."""
+    return sha256(repr((facts.model_digest, files.config)).encode()).hexdigest()
+
+
 def identity_of(loaded: LoadedEngine, tool_format: str = ANY_FORMAT) -> dict[str, str]:
     """What an answer's tokens depend on beside its request and its seed, as `timings` and records tell it."""
     facts, files = loaded.facts, loaded.files
     settings = facts.dtype, facts.settings, files.chat_template.sources, files.recommended, files.eos_ids, tool_format
     return {
-        "model_digest": sha256(repr((facts.model_digest, files.config)).encode()).hexdigest()[:16],
+        "model_digest": _digest_of(facts, files)[:16],
         "settings_digest": sha256(repr(settings).encode()).hexdigest()[:16],
         "version": __version__,
     }
@@ -243,4 +251,9 @@ def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
         binds=binds,
+        num_parameters=loaded.facts.num_parameters,
+        size_bytes=loaded.facts.weights_bytes,
+        digest=_digest_of(loaded.facts, loaded.files),
+        file_format=(file_format := "gguf" if loaded.files.path.is_file() else "safetensors"),
+        precision=loaded.facts.quantization or (loaded.facts.dtype if file_format == "safetensors" else ""),
     )

@@ -439,7 +439,6 @@ class RelayHandle:
         self._answer = UpstreamAnswer(
             what.passage, what.call, request.request_id, request.num_sequences, what.shown_fields
         )
-        self._usage: Usage | None = None  # as the upstream tells after a cancel
         self._num_bytes = self._num_events = 0  # of the answer
         most = min(request.max_tokens, relay.most_tokens) * what.num_computed
         self._most_events = most * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
@@ -740,7 +739,7 @@ class RelayHandle:
                 while (usage := await self._usage_told(upstream, path)) is None:
                     await asyncio.sleep(wait_s)
                     wait_s *= 2
-            self._usage = usage
+            self._answer.usage = usage
         except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
             logger.info("an upstream does not tell what a cancelled request has used: %r", error)
         self._end()
@@ -768,7 +767,7 @@ class RelayHandle:
             self._exchange = None  # which refers back: all is freed without the garbage collector
         self._slot.leave()
         try:
-            self.sink.on_end(self._usage or self._billed(), None)
+            self.sink.on_end(self._billed(), None)
         except Exception:  # there is nothing left to cancel
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
 

@@ -25,10 +25,10 @@ from server.api import (
     scores,
     tokenize,
 )
-from server.api.decoding import decode, page_of
+from server.api.decoding import decode, is_ascending, page_of
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface, deleted_reply
+from server.api.replies import EVENTS, OPENAI_ERRORS, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
 from server.generation import Generation
@@ -119,10 +119,7 @@ async def show_response(exchange: Exchange) -> None:
     if not what:
         exchange.send(response.document)
         return
-    order = query.get("order", ["desc"])[0]
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order must be asc or desc.", "order")
-    exchange.send(input_items_reply(response, *page_of(query), is_ascending=order == "asc"))
+    exchange.send(input_items_reply(response, *page_of(query), is_ascending=is_ascending(query)))
 
 
 async def delete_response(exchange: Exchange) -> None:
@@ -265,11 +262,18 @@ def check_media_type(request: HttpRequest) -> None:
 
 
 async def list_models(exchange: Exchange) -> None:
-    exchange.send(models.list_reply(exchange.cards, exchange.server.model_states))
+    if exchange.errors is messages.ERRORS:
+        exchange.send(messages.models_reply(exchange.cards, parse_qs(exchange.request.query)))
+    else:
+        exchange.send(models.list_reply(exchange.cards, exchange.server.model_states))
 
 
 async def get_model(exchange: Exchange) -> None:
-    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument), exchange.server.model_states))
+    model = find_model(exchange.cards, exchange.argument)
+    if exchange.errors is messages.ERRORS:
+        exchange.send(messages.model_reply(model))
+    else:
+        exchange.send(models.model_reply(model, exchange.server.model_states))
 
 
 def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
@@ -357,7 +361,11 @@ async def show_request(exchange: Exchange) -> None:
         if not last_id.isdigit() or len(last_id) > 18:
             raise InvalidRequest("Last-Event-ID must be the number of an event of this stream.", "Last-Event-ID")
         own = exchange.known_caller.tenant.name  # whatever else the caller may see
-        await server.served.resumable.find(own, request_id).send_to(exchange.stream, int(last_id))
+        events = server.served.resumable.find(own, request_id)
+        if exchange.request.method == "HEAD":  # whoever reads goes on
+            exchange.send(b"", media_type=EVENTS)
+        else:
+            await events.send_to(exchange.stream, int(last_id))
         return
     exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
 
@@ -564,7 +572,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},
     "/detokenize": {"POST": Route(computing(detokenize, bounds_body=True), ASKS, is_counted=True)},
     "/v1/models": {"GET": Route(list_models, ASKS)},
-    "/tokenizer_info": {"GET": Route(show_tokenizer_info, ASKS)},
+    "/tokenizer_info": {"GET": Route(show_tokenizer_info, ASKS, is_counted=True)},
     "/version": {"GET": Route(describing(models.version_reply), ASKS)},
     "/model_info": {"GET": Route(describing(models.model_info_reply), ASKS)},
     "/server_info": {"GET": Route(describing(models.server_info_reply), ASKS)},

@@ -26,7 +26,7 @@ from server.gate.identity import (
     revoke_key,
     tenant_value,
 )
-from server.gate.quota import MICRO, S_NS, Moment, Pool, QuotaAccount
+from server.gate.quota import MICRO, S_NS, Moment, Pool, QuotaAccount, Quotas
 from server.gate.tenants import Limits, Tenant
 from server.values import BadValueError
 from server.wire import sse
@@ -122,7 +122,9 @@ def _file_error(error: StartupError) -> ServiceError:
 async def list_tenants(exchange: Exchange) -> None:
     """Each tenant's limits, what is left of them, and what it and its keys have used of this day and month."""
     gate = exchange.server.gate
-    _send_list(exchange, [_shown_tenant(exchange.server, one) for one in gate.directory.tenants.values()])
+    of_keys = gate.quotas.of_keys()
+    shown = [_shown_tenant(gate.quotas, one, of_keys[one.name]) for one in gate.directory.tenants.values()]
+    _send_list(exchange, shown, has_keys_file=gate.keys_file is not None)
 
 
 async def change_limits(exchange: Exchange) -> None:
@@ -140,12 +142,11 @@ async def change_limits(exchange: Exchange) -> None:
     except StartupError as error:
         raise InvalidRequest(f"{error.cause}. {error.fix}.", "limits") from error
     logger.info("the limits of %s are changed until the configuration is read again", tenant.name)
-    exchange.send(sse.json_line(_shown_tenant(exchange.server, tenant)))
+    exchange.send(sse.json_line(_shown_tenant(gate.quotas, tenant, gate.quotas.of_keys()[tenant.name])))
 
 
-def _shown_tenant(server: App, tenant: Tenant) -> dict[str, Any]:
-    quotas = server.gate.quotas
-    now, keys = quotas.now(), quotas.keys_of(tenant.name)
+def _shown_tenant(quotas: Quotas, tenant: Tenant, keys: dict[str, QuotaAccount]) -> dict[str, Any]:
+    now = quotas.now()
     by_use = sorted(keys, key=lambda key_id: -keys[key_id].periods[-1].num_used(now))
     return {
         "name": tenant.name,
@@ -199,8 +200,8 @@ def _value(name: str, read: Callable[[], T]) -> T:
         raise InvalidRequest(f"{name} must be {error.expected}.", name) from error
 
 
-def _send_list(exchange: Exchange, found: list[dict[str, Any]]) -> None:
-    exchange.send(sse.json_line({"object": "list", "data": _plain(found)}))
+def _send_list(exchange: Exchange, found: list[dict[str, Any]], **more: Any) -> None:
+    exchange.send(sse.json_line({"object": "list", "data": _plain(found), **more}))
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from core.config import text_config
+from core.config import parse_model_config, text_config
 from core.gguf import BLOCKS, GgufFile, parse_gguf
 from gpu.checkpoint import OTHER_TOWERS, text_name
 
@@ -26,8 +26,17 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "qwen2_5_vl_text": "qwen2vl",
     "qwen3_vl_text": "qwen3vl",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }
-TURNED = ("llama", "smollm3", "granite")  # the architectures whose q and k lie as pairs side by side
+TURNED = (
+    "llama",
+    "smollm3",
+    "granite",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+)  # the architectures whose q and k lie as pairs side by side
 
 
 def write_gguf(
@@ -45,6 +54,10 @@ def write_gguf(
     """
     config = dict(text_config(json.loads((directory / "config.json").read_text())))
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    if "layers_block_type" in config:  # Nemotron-H
+        layers = {"num_hidden_layers": len(config["layers_block_type"]), "layer_types": config["layers_block_type"]}
+        config |= {**layers, "rms_norm_eps": config["layer_norm_epsilon"]}
+        architecture += "_moe" if "moe" in config["layer_types"] else ""
     writer = gguf.GGUFWriter(file, architecture)
     _write_config(writer, config)
     ends = {f"tokenizer.ggml.{key}": config.get(key) for key in ("bos_token_id", "eos_token_id")}
@@ -54,7 +67,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     stored = load_file(directory / "model.safetensors")
     tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
-    for name, rows in _stacked_experts(tensors).items():
+    for name, rows in _stacked_experts(_with_state_spaces(tensors, config)).items():
         if architecture in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
             rows = _permute(rows, heads)
@@ -62,7 +75,10 @@ def write_gguf(
             rows = rows + 1
         if name.endswith("shared_expert_gate.weight"):
             rows = rows.squeeze()
-        _write_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")) or name, rows, quantisation)
+        own = name.replace("mixer.experts", "mlp.experts")
+        own = own.replace("model.", "backbone.", 1) if config["model_type"] == "nemotron_h" and own == name else own
+        found = names.get_name(own, try_suffixes=(".weight", ".bias")) or names.get_name(name, (".weight",)) or name
+        _write_tensor(writer, found, rows, quantisation)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     writer.write_header_to_file()
@@ -134,10 +150,10 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
     if family != "gemma2":
         writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
-    if family != "phi3":
+    if family not in ("phi3", "granitemoehybrid"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4"):
+    if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4", "granitemoehybrid"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -154,7 +170,7 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
         case "gemma2":
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-        case "granite":
+        case "granite" | "granitemoehybrid":
             writer.add_attention_scale(config["attention_multiplier"])
             writer.add_embedding_scale(config["embedding_multiplier"])
             writer.add_residual_scale(config["residual_multiplier"])
@@ -164,10 +180,86 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_expert_used_count(config["num_experts_per_tok"])
         case _:
             pass
+    if family in ("granitemoehybrid", "falcon_h1", "nemotron_h"):
+        _write_state_space(writer, config)
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if family in ("qwen3_moe", "qwen2_moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _write_state_space(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """conversion/granite.py, falcon_h1.py and nemotron.py: set_gguf_parameters."""
+
+    def get(*names: str) -> Any:
+        return next(config[name] for name in names if config.get(name) is not None)
+
+    heads = get("mamba_n_heads", "mamba_num_heads")
+    writer.add_ssm_conv_kernel(get("mamba_d_conv", "conv_kernel"))
+    writer.add_ssm_state_size(get("mamba_d_state", "ssm_state_size"))
+    writer.add_ssm_group_count(get("mamba_n_groups", "n_groups"))
+    writer.add_ssm_inner_size(heads * get("mamba_d_head", "mamba_head_dim"))
+    writer.add_ssm_time_step_rank(heads)
+    kinds = config.get("layer_types") or []
+    if kinds:
+        writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
+    if config["model_type"] == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+        if config["num_local_experts"]:
+            writer.add_expert_count(config["num_local_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config["model_type"] == "nemotron_h":
+        has_experts = "moe" in kinds
+        width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+        writer.add_feed_forward_length([width * (kind in ("moe", "mlp")) for kind in kinds])
+        if has_experts:
+            writer.add_expert_count(config["n_routed_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            writer.add_expert_feed_forward_length(width)
+            writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+            writer.add_expert_shared_count(config["n_shared_experts"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_group_count(config["n_group"])
+
+
+def _with_state_spaces(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors as those files have them: conversion/mamba.py, granite.py and falcon_h1.py, modify_tensors."""
+    factors = {**dict(parse_model_config(config).factors), "embed_tokens.weight": config.get("embedding_multiplier", 1)}
+    factors |= {"lm_head.weight": config.get("lm_head_multiplier", 1)}
+    found: dict[str, torch.Tensor] = {}
+    groups = config.get("mamba_n_groups") or config.get("n_groups")
+    for name, tensor in tensors.items() if groups else ():
+        if config["model_type"] == "falcon_h1":
+            usual = name.replace("feed_forward.", "mlp.")
+            tensor = tensor * next((by for end, by in factors.items() if usual.endswith(end)), 1)
+            if name.endswith("in_proj.weight"):
+                own = parse_model_config(config).recurrence
+                assert own is not None
+                keys = own.num_key_heads * own.key_dim
+                sizes = torch.tensor([own.output_size, own.output_size, keys, keys, own.num_heads])
+                tensor = tensor * torch.tensor(own.input_factors).repeat_interleave(sizes).unsqueeze(1)
+        if name.endswith(".A_log"):
+            tensor = -tensor.exp()
+        if name.endswith((".A_log", ".D")):
+            tensor = tensor.unsqueeze(1)
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            tensor = tensor.view(groups, -1)
+        if name.endswith("conv1d.weight"):
+            tensor = tensor.squeeze(1)
+        name = name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+        halves = {"block_sparse_moe.input_linear": "mlp.experts", "shared_mlp.input_linear": "mlp.shared_experts"}
+        part = next((part for part in halves if part in name), None)
+        if part is not None:
+            owner = halves[part] if config["num_local_experts"] else "mlp"
+            for half, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2, -2), strict=True):
+                found[name.replace(part, f"{owner}.{half}")] = rows.contiguous()
+            continue
+        if "shared_mlp.output_linear" in name and not config["num_local_experts"]:
+            name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        found[name] = tensor
+    return found or tensors
 
 
 def _write_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

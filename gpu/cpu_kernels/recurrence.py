@@ -8,6 +8,9 @@ are float32, as is all between the convolution, rounded to bf16 where torch roun
 
 A layer of Qwen3.5-0.8B on one Zen 5 core, with this kernel and with torch's operators: a prompt of 512 tokens 10.2 and
 52 ms, decode of 1 row 0.08 and 0.35 ms, of 8 rows 0.93 and 2.5.
+
+A layer of Granite-4-H-1B, without its two matmuls, with this kernel, torch's operators and transformers' layer (CPU
+time of one thread): a prompt of 512 tokens 7, 49 and 147 ms, decode of 1 row 0.4, 1.1 and 2.1, of 8 rows 1.5, 4.3, 11.
 """
 
 import ctypes

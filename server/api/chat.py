@@ -17,11 +17,10 @@ from server.api.fields import (
     MaxTokens,
     Message,
     Prediction,
-    RequestLimits,
     chat_prompt,
-    check_range,
     flatten,
     generation_call,
+    num_logprobs_of,
     with_end,
 )
 from server.api.known_fields import rules_of
@@ -40,7 +39,6 @@ from server.api.replies import (
 from server.api.tools import Function, FunctionTool, ToolWishes, id_of, is_old, old_wishes, reason_of, tool_wishes
 from server.wire.messages import TextFrame
 
-RULES = rules_of("chat")
 ID_PREFIX = "chatcmpl-"
 
 
@@ -69,7 +67,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ChatBody, RULES)
+    wire, unknown_fields = decode(body, ChatBody, rules_of("chat"))
     model, defaults = defaults_of(wire.model)
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     tools = _tools(wire, defaults.tool_style)
@@ -84,7 +82,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         tools=tools,
         thought=thought,
         max_tokens=max_tokens,
-        num_logprobs=_num_logprobs(wire, defaults.limits),
+        num_logprobs=num_logprobs_of(wire.logprobs, wire.top_logprobs, defaults.limits),
         prediction="" if wire.prediction is None else flatten(wire.prediction.content, "prediction.content"),
         unknown_fields=unknown_fields,
     )
@@ -97,14 +95,6 @@ def _tools(wire: ChatBody, style: ToolStyle | None) -> ToolWishes | None:
         return old_wishes(wire.functions or [], wire.function_call, style)
     functions = [tool.function for tool in wire.tools or ()]
     return tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, style)
-
-
-def _num_logprobs(wire: ChatBody, limits: RequestLimits) -> int | None:
-    num_logprobs = wire.top_logprobs or 0
-    check_range("top_logprobs", num_logprobs, 0, limits.num_top_logprobs)
-    if not wire.logprobs and num_logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true beside it.", "top_logprobs")
-    return num_logprobs if wire.logprobs else None
 
 
 class ChatStream(ChunkStream):

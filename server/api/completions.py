@@ -36,7 +36,6 @@ from server.api.replies import (
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ANSWERS = 4096  # prompts times n: 16,384 kept the loop from other requests for up to 0.9 s, 4,096 for 0.2 s
-RULES = rules_of("completions")
 
 TokenLists = dict[str, list[Any]]
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -53,7 +52,7 @@ class CompletionBody(ChoiceFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, CompletionBody, RULES)
+    wire, unknown_fields = decode(body, CompletionBody, rules_of("completions"))
     model, defaults = defaults_of(wire.model)
     if wire.max_tokens == 0 and not wire.echo:
         raise InvalidRequest("max_tokens must be at least 1, or 0 with echo: true for the prompt alone.", "max_tokens")

@@ -9,7 +9,7 @@ import json.decoder
 import json.scanner
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -112,6 +112,30 @@ def page_of(query: Mapping[str, list[str]], most: int = 100, default: int = 20) 
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
         raise InvalidRequest(f"limit must be 1 to {most}.", "limit")
     return query.get("after", [None])[0], int(limit)
+
+
+def is_ascending(query: Mapping[str, list[str]]) -> bool:
+    """By `order` of a list's query. Raises InvalidRequest."""
+    order = query.get("order", ["desc"])[0]
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc.", "order")
+    return order == "asc"
+
+
+def page_behind(
+    items: Sequence[dict[str, Any]], after: str | None, limit: int, param: str = "after"
+) -> tuple[Sequence[dict[str, Any]], bool]:
+    """A page of a list, behind the item of that id, and whether there are more.
+
+    Raises:
+        InvalidRequest: no item has the id.
+    """
+    start = 0
+    if after is not None:
+        start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), 0)
+        if not start:
+            raise InvalidRequest(f"{param} is no id of this list: {after[:100]!r}.", param)
+    return items[start : start + limit], start + limit < len(items)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -27,16 +27,13 @@ from server.api.fields import (
     check_range,
     checked_ids,
 )
-from server.api.known_fields import Does, Known, rules_of
+from server.api.known_fields import rules_of
 from server.api.replies import Extras, ReplyContext, StreamReply, Surface, WholeReply
 from server.gate.tenants import ANY_TIME, DeadlineTable
 from server.wire import sse
 
 PRIORITY = -1  # where a request says nothing: below chats
 TO_CONTEXT = -1  # of truncate_prompt_tokens
-USER = Known("user", frozenset(), Does.IGNORED)
-RULES = {"user": USER, "input_type": Known("input_type", frozenset(), Does.ALIAS, "prompt_name")}
-OLLAMA_RULES = rules_of("ollama")
 _MS_NS = 1_000_000
 
 Float32Array = npt.NDArray[np.float32]
@@ -66,11 +63,10 @@ class OllamaBody(PooledFields, frozen=True, kw_only=True):
     truncate: bool | None = None
     dimensions: int | None = None
     keep_alive: str | float | None = None
-    options: dict[str, Any] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, EmbeddingBody, RULES)
+    wire, unknown_fields = decode(body, EmbeddingBody, rules_of("embeddings"))
     model, defaults = defaults_of(wire.model)
     style = style_of(defaults)
     check_dimensions(wire.dimensions, style)
@@ -80,7 +76,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 
 def parse_ollama(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, OllamaBody, OLLAMA_RULES)
+    wire, unknown_fields = decode(body, OllamaBody, rules_of("embed"))
     model, defaults = defaults_of(None if wire.model is None else wire.model.removesuffix(":latest"))
     style = style_of(defaults)
     check_dimensions(wire.dimensions, style)

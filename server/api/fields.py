@@ -365,26 +365,13 @@ def generation_call(
     Raises:
         InvalidRequest: a field is out of a range that depends on the model, or contradicts another.
     """
-    limits = defaults.limits
-    policy = fields.context_policy
-    if isinstance(policy, ContextWishes) and policy.type is Policy.ERROR and policy.limits != Budgets():
-        message = "budgets need a type that leaves something out, such as drop_oldest_turns."
-        raise InvalidRequest(message, "context_policy.type")
-    options = fields.stream_options or StreamOptions()
-    includes_usage = bool(options.include_usage)
-    wishes = TokenWishes(num_logprobs, counts_usage=includes_usage and bool(options.continuous_usage_stats))
-    constraint = constraint_of(fields, text_format, format_param)
+    wishes = _token_wishes(fields, num_logprobs)
     if isinstance(fields, ChoiceFields):
-        _check_prompt_logprobs(fields, num_logprobs if echo else None, limits)
-        constraint = constraint_of(fields, fields.response_format)
-        wishes = TokenWishes(
-            num_logprobs, fields.prompt_logprobs, bool(fields.return_token_ids), counts_usage=wishes.counts_usage
-        )
-    asked = fields.timings if isinstance(fields.timings, TimingsFields) else TimingsFields()
-    wishes = msgspec.structs.replace(wishes, tells_sampled=asked.tokens)
+        _check_prompt_logprobs(fields, num_logprobs if echo else None, defaults.limits)
+        text_format, format_param = fields.response_format, "response_format"
     check_hidden(own.get("thought"), wishes.param)
     if fields.n is not None:
-        check_range("n", fields.n, 1, limits.num_choices)
+        check_range("n", fields.n, 1, defaults.limits.num_choices)
     num_sequences = 1 if fields.n is None else fields.n
     beams = beams_of(fields, max(num_sequences, best_of))
     sampling = _sampling_params(fields, defaults, max_tokens, wishes, echo)
@@ -401,19 +388,40 @@ def generation_call(
         beams=beams,
         deadlines=ANY_TIME if fields.deadlines is None else ANY_TIME.replaced_by(fields.deadlines),
         is_stream=bool(fields.stream),
-        constraint=constraint,
-        includes_usage=includes_usage,
+        constraint=constraint_of(fields, text_format, format_param),
+        includes_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
         wants_timings=bool(fields.timings),
-        tells_queue=asked.queue,
+        tells_queue=isinstance(fields.timings, TimingsFields) and fields.timings.queue,
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
-        context=ContextWishes(type=policy) if isinstance(policy, Policy) else policy,
+        context=_context_of(fields.context_policy),
         is_resumable=bool(fields.resumable),
         speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,
         **own,
     )
+
+
+def _token_wishes(fields: SamplingFields, num_logprobs: int | None) -> TokenWishes:
+    options = fields.stream_options or StreamOptions()
+    shown = TokenWishes(
+        num_logprobs,
+        tells_sampled=isinstance(fields.timings, TimingsFields) and fields.timings.tokens,
+        counts_usage=bool(options.include_usage and options.continuous_usage_stats),
+    )
+    if not isinstance(fields, ChoiceFields):
+        return shown
+    own = {"num_prompt_logprobs": fields.prompt_logprobs, "returns_ids": bool(fields.return_token_ids)}
+    return msgspec.structs.replace(shown, **own)
+
+
+def _context_of(asked: Policy | ContextWishes | None) -> ContextWishes | None:
+    """Raises InvalidRequest: budgets, and nothing may be left out."""
+    if isinstance(asked, ContextWishes) and asked.type is Policy.ERROR and asked.limits != Budgets():
+        message = "budgets need a type that leaves something out, such as drop_oldest_turns."
+        raise InvalidRequest(message, "context_policy.type")
+    return ContextWishes(type=asked) if isinstance(asked, Policy) else asked
 
 
 # What says how tokens are sampled, which beams are not. The model's own defaults of these do not hold for them.
@@ -542,6 +550,19 @@ def _logit_bias(biases: dict[str, float], defaults: GenerationDefaults) -> tuple
 def _is_id(key: str, vocab_size: int) -> bool:
     """Whether key is an id in the one way of writing it: "07" beside "7" would name a token twice."""
     return len(key) <= 20 and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) < vocab_size
+
+
+def num_logprobs_of(has_logprobs: bool | None, top_logprobs: int | None, limits: RequestLimits) -> int | None:
+    """How many of the likeliest tokens an answer has beside each of its own; None: no logprobs.
+
+    Raises:
+        InvalidRequest: `top_logprobs` without `logprobs: true`, or too many.
+    """
+    num_logprobs = top_logprobs or 0
+    check_range("top_logprobs", num_logprobs, 0, limits.num_top_logprobs)
+    if not has_logprobs and num_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true beside it.", "top_logprobs")
+    return num_logprobs if has_logprobs else None
 
 
 def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:

@@ -11,14 +11,12 @@ from msgspec import Meta
 
 from core.errors import InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
-from server.api.completions import RULES as COMPLETION_RULES
 from server.api.decoding import decode
 from server.api.fields import (
     DefaultsOf,
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
-    MaxTokens,
     Prompt,
     SamplingFields,
     TextPrompt,
@@ -26,18 +24,16 @@ from server.api.fields import (
     checked_ids,
     generation_call,
 )
-from server.api.known_fields import COMPLETIONS, Does, Known
+from server.api.known_fields import rules_of
 from server.api.models import ServerCard
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, error_event, logprob_entries
 from server.wire import sse
 
-# What editors send that steers llama-server's own ways: its cache, its chain of samplers, its patience.
-_IGNORED = "samplers t_max_prompt_ms t_max_predict_ms n_indent"
-RULES = COMPLETION_RULES | {name: Known(name, COMPLETIONS, Does.IGNORED) for name in _IGNORED.split()}
-for _own in ("response_fields", "n_probs", "return_tokens"):
-    del RULES[_own]
 _REPEATS = ("seed", "fingerprint", "model_digest", "settings_digest", "version", "prompt_digest", "token_ids")
 _STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit"}
+
+
+MostTokens = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # 0: the prompt alone is computed, for the cache
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -48,7 +44,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class _Body(SamplingFields, frozen=True, kw_only=True):
-    max_tokens: MaxTokens | None = None
+    max_tokens: MostTokens | None = None
     response_fields: Annotated[list[str], Meta(max_length=64)] | None = None
     n_probs: int | None = None
     return_tokens: bool | None = None
@@ -66,7 +62,7 @@ class InfillBody(_Body, frozen=True, kw_only=True):
 
 
 def parse_completion(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, CompletionBody, RULES)
+    wire, unknown_fields = decode(body, CompletionBody, rules_of("completion"))
     model, defaults = defaults_of(wire.model)
     if isinstance(wire.prompt, str):
         return _call(wire, model, defaults, TextPrompt(wire.prompt), unknown_fields)
@@ -76,7 +72,7 @@ def parse_completion(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 
 def parse_infill(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, InfillBody, RULES)
+    wire, unknown_fields = decode(body, InfillBody, rules_of("infill"))
     model, defaults = defaults_of(wire.model)
     extra = tuple((chunk.filename, chunk.text) for chunk in wire.input_extra or ())
     prompt = TextPrompt(
@@ -88,8 +84,6 @@ def parse_infill(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 def _call(
     wire: _Body, model: str, defaults: GenerationDefaults, prompt: Prompt, unknown_fields: tuple[str, ...]
 ) -> GenerationCall:
-    if wire.n is not None:
-        check_range("n", wire.n, 1, 1)
     if wire.n_probs is not None:
         check_range("n_probs", wire.n_probs, 0, defaults.limits.num_top_logprobs)
     if wire.stream and wire.response_fields:

@@ -7,6 +7,7 @@ role tool. Thread: loop, or wherever a long body is parsed.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, Usage
-from server.api.decoding import decode
+from server.api.decoding import decode, page_behind, page_of
 from server.api.fields import (
     ChatPrompt,
     DefaultsOf,
@@ -31,14 +32,14 @@ from server.api.fields import (
     with_end,
 )
 from server.api.known_fields import rules_of
+from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
-from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply
+from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, list_reply
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
 from server.wire import sse
 from server.wire.messages import TextFrame
 
-RULES = rules_of("messages")
 ID_PREFIX = "msg_"
 # A coding client's first lines: they differ from request to request, and with them no prefix would be found again
 _BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
@@ -144,12 +145,12 @@ class CountBody(MessagesBody, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    return _call(*decode(body, MessagesBody, RULES, "custom"), defaults_of)
+    return _call(*decode(body, MessagesBody, rules_of("messages"), "custom"), defaults_of)
 
 
 def parse_count(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     """The call that the request of count_tokens would make."""
-    return _call(*decode(body, CountBody, RULES, "custom"), defaults_of)
+    return _call(*decode(body, CountBody, rules_of("messages"), "custom"), defaults_of)
 
 
 def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: DefaultsOf) -> GenerationCall:
@@ -513,6 +514,35 @@ class MessageDocument(WholeReply):
             blocks.all.append(_Block("text"))
         content = [block.document() for block in blocks.all]
         return _message(self._context) | {"content": content, **blocks.stop_reason(self._last), "usage": _usage(usage)}
+
+
+def models_reply(models: Sequence[ServedModel], query: Mapping[str, list[str]]) -> bytes:
+    """GET /v1/models as Anthropic has it: a page, behind `after_id` or before `before_id`.
+
+    Raises:
+        InvalidRequest: of an unknown id, or a limit that is none.
+    """
+    (_, limit), before, after = (
+        page_of(query, 1000),
+        *(query.get(name, [None])[0] for name in ("before_id", "after_id")),
+    )
+    shown = [_model_object(model) for model in models]
+    if before is not None:
+        found, has_more = page_behind(shown[::-1], before, limit, "before_id")
+        found = found[::-1]
+    else:
+        found, has_more = page_behind(shown, after, limit, "after_id")
+    return list_reply(found, has_more)
+
+
+def model_reply(model: ServedModel) -> bytes:
+    return sse.json_line(_model_object(model))
+
+
+def _model_object(model: ServedModel) -> dict[str, Any]:
+    at, most = datetime.fromtimestamp(model.created_s, UTC).isoformat(), model.max_model_len
+    shown = {"type": "model", "id": model.id, "display_name": model.id, "lifecycle": "active", "created_at": at}
+    return shown | {"max_input_tokens": most, "max_tokens": most}
 
 
 def count_reply(num_tokens: int) -> bytes:

@@ -76,6 +76,8 @@ class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
         max_batch_tokens: computed in one step.
         num_kv_tokens: capacity of the KV cache, over all sequences.
         binds: its addresses, as the banner shows them.
+        num_parameters, size_bytes, digest: of the weights, as they are computed with; 0 and "": not known.
+        file_format: of their files; precision: of the numbers in them, such as `int4` or `bfloat16`.
     """
 
     model: ServedModel
@@ -86,6 +88,11 @@ class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int
     num_kv_tokens: int
     binds: tuple[str, ...] = ()
+    num_parameters: int = 0
+    size_bytes: int = 0
+    digest: str = ""
+    file_format: str = ""
+    precision: str = ""
 
 
 def model_info_reply(card: ServerCard) -> bytes:

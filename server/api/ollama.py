@@ -5,7 +5,7 @@ Its options are the other surfaces' fields under names of its own. Thread: loop,
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,21 +19,23 @@ from server.api.fields import (
     ChatPrompt,
     DefaultsOf,
     GenerationCall,
+    GenerationDefaults,
     MaxTokens,
     Message,
     SamplingFields,
     TextPrompt,
     chat_prompt,
     generation_call,
+    num_logprobs_of,
 )
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
 from server.api.reasoning import ThoughtWishes, answer_parser, parts_of, wishes_of
-from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, status_of
-from server.api.tools import CalledFunction, FunctionTool, ToolCall, tool_wishes
+from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, logprob_entries, status_of
+from server.api.tools import CalledFunction, FunctionTool, ToolCall, ToolWishes, tool_wishes
+from server.values import format_count
 from server.wire import sse
 
-RULES = rules_of("ollama")
 LATEST = ":latest"  # the tag that clients add to a name without one
 _MS_NS = 1_000_000
 _CAPABILITIES = {"generate": "completion", "embed": "embedding"}
@@ -76,6 +78,8 @@ class OllamaFields(SamplingFields, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     think: bool | str | None = None
     keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class ChatBody(OllamaFields, frozen=True, kw_only=True):
@@ -88,6 +92,7 @@ class GenerateBody(OllamaFields, frozen=True, kw_only=True):
     system: str | None = None
     suffix: str | None = None
     raw: bool | None = None
+    context: list[int] | None = None  # of an earlier answer, which this one goes on from
 
 
 def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -99,8 +104,7 @@ def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
     thought, variables = _thought(wire, defaults.thought_style)
     prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=variables, call_field="tool_name")
-    own = {"tools": tools, "thought": thought} | _own(wire, unknown_fields)
-    return _call(wire, generation_call(wire, model, defaults, (prompt,), **own))
+    return _call(wire, model, defaults, prompt, thought, unknown_fields, tools)
 
 
 def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -110,14 +114,49 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         raise NothingAsked(model, False, wire.keep_alive)
     prompt: ChatPrompt | TextPrompt
     is_raw = bool(wire.raw or wire.suffix)
+    if is_raw and wire.context:
+        raise InvalidRequest("context is of turns: it goes neither with raw nor with a suffix.", "context")
     thought, variables = _thought(wire, None if is_raw else defaults.thought_style)
     if is_raw:
         prompt = TextPrompt(wire.prompt or "", suffix=wire.suffix or None)
     else:
-        system = [Message(role="system", content=wire.system)] if wire.system else []
-        turn = Message(role="user", content=wire.prompt or "")
-        prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=variables)
-    return _call(wire, generation_call(wire, model, defaults, (prompt,), thought=thought, **_own(wire, unknown_fields)))
+        turns = [*turns_of(wire.context or []), Message(role="user", content=wire.prompt or "")]
+        if wire.system:
+            turns = [Message(role="system", content=wire.system), *(one for one in turns if one.role != "system")]
+        prompt = chat_prompt(turns, param="prompt", template_kwargs=variables)
+    return _call(wire, model, defaults, prompt, thought, unknown_fields)
+
+
+# `context` is the turns so far, as JSON: six bytes a number, which every client's numbers hold exactly, behind a mark.
+_MARK, _PIECE = int.from_bytes(b"turns:"), 6
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+def context_of(turns: Sequence[Mapping[str, Any]]) -> list[int]:
+    data = sse.json_line([{"role": turn["role"], "content": turn["content"]} for turn in turns])
+    data += b" " * (-len(data) % _PIECE)
+    return [_MARK, *(int.from_bytes(data[at : at + _PIECE]) for at in range(0, len(data), _PIECE))]
+
+
+def turns_of(context: Sequence[int]) -> list[Message]:
+    """
+    Raises:
+        InvalidRequest: it is of no answer of a server like this one.
+    """
+    if not context:
+        return []
+    try:
+        if context[0] != _MARK:
+            raise ValueError("it is another server's")
+        turns = msgspec.json.decode(b"".join(one.to_bytes(_PIECE) for one in context[1:]), type=list[_Turn])
+    except (ValueError, OverflowError, RecursionError):  # msgspec's errors are ValueErrors
+        message = "context is of no answer of this server. Send the one of an answer as it is, or leave it out."
+        raise InvalidRequest(message, "context") from None
+    return [Message(role=one.role, content=one.content) for one in turns]
 
 
 def _thought(wire: OllamaFields, style: ThoughtStyle | None) -> tuple[ThoughtWishes | None, dict[str, Any] | None]:
@@ -139,15 +178,30 @@ def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:
         raise InvalidRequest("options must be an object.", "options", "invalid_type")
     if twice := sorted(fields.keys() & options.keys()):
         raise InvalidRequest(f"options.{twice[0]} is a field of the request itself. Send it once.", "options")
-    return decode(fields | options, shape, RULES)
+    return decode(fields | options, shape, rules_of("ollama"))
 
 
-def _own(wire: OllamaFields, unknown_fields: tuple[str, ...]) -> dict[str, Any]:
-    return {"max_tokens": wire.max_tokens, "num_logprobs": None, "unknown_fields": unknown_fields}
-
-
-def _call(wire: OllamaFields, call: GenerationCall) -> GenerationCall:
+def _call(
+    wire: OllamaFields,
+    model: str,
+    defaults: GenerationDefaults,
+    prompt: ChatPrompt | TextPrompt,
+    thought: ThoughtWishes | None,
+    unknown_fields: tuple[str, ...],
+    tools: ToolWishes | None = None,
+) -> GenerationCall:
     """A stream unless it says otherwise, and with the times that a last line has."""
+    call = generation_call(
+        wire,
+        model,
+        defaults,
+        (prompt,),
+        max_tokens=wire.max_tokens,
+        num_logprobs=num_logprobs_of(wire.logprobs, wire.top_logprobs, defaults.limits),
+        thought=thought,
+        tools=tools,
+        unknown_fields=unknown_fields,
+    )
     return msgspec.structs.replace(call, is_stream=wire.stream is not False, wants_timings=True, wire=wire)
 
 
@@ -174,12 +228,15 @@ def _message(message: OllamaMessage, where: str) -> Message:
 class _Lines:
     """What the parts of one answer are on Ollama's lines.
 
-    A call is told once it is complete.
+    A call is told once it is complete. Logprobs are told with the first line behind their tokens.
     """
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         prompt = call.prompts[0]
         self.is_chat = isinstance(prompt, ChatPrompt) and prompt.param == "messages"
+        self._turns = prompt.messages if isinstance(prompt, ChatPrompt) and not self.is_chat else None
+        self._content = list[str]()
+        self.logprobs = list[dict[str, Any]]()
         self._context = context
         self._shows_timings = bool(call.wire.timings)
         self._parser = answer_parser(call.thought, call.tools, call.constraint)
@@ -188,9 +245,9 @@ class _Lines:
 
     def parts(self, text: str, reason: FinishReason | None) -> list[dict[str, Any]]:
         """The fields of each line that more text makes."""
-        if self._parser is None:
-            return [self._content("content", text)] if text else []
-        parts = parts_of(self._parser, text, reason)
+        parts: list[Part] = [Text(text)] if text else []
+        if self._parser is not None:
+            parts = parts_of(self._parser, text, reason)
         lines = [line for part in parts for line in self._lines_of(part)]
         return lines if reason is None else [*lines, *self._complete()]
 
@@ -204,9 +261,11 @@ class _Lines:
                 self._name, self._arguments = name, []
             case Text(text) | Reasoning(text):
                 yield from self._complete()
-                yield self._content("content" if isinstance(part, Text) else "thinking", text)
+                yield self._text("content" if isinstance(part, Text) else "thinking", text)
 
-    def _content(self, kind: str, text: str) -> dict[str, Any]:
+    def _text(self, kind: str, text: str) -> dict[str, Any]:
+        if kind == "content" and self._turns is not None:
+            self._content.append(text)
         if self.is_chat:
             return {"message": {"role": "assistant", "content": "", kind: text}}
         return {"response": "", ("response" if kind == "content" else kind): text}
@@ -225,8 +284,15 @@ class _Lines:
             yield {"message": {"role": "assistant", "content": "", "tool_calls": calls}}
 
     def line(self, fields: Mapping[str, Any], is_done: bool = False) -> dict[str, Any]:
-        at = datetime.fromtimestamp(self._context.unix_clock(), UTC).isoformat().replace("+00:00", "Z")
-        return {"model": self._context.model, "created_at": at, **fields, "done": is_done}
+        told = {"logprobs": self.logprobs} if self.logprobs else {}
+        self.logprobs = []
+        return {
+            "model": self._context.model,
+            "created_at": _time(self._context.unix_clock()),
+            **fields,
+            **told,
+            "done": is_done,
+        }
 
     def last(self, fields: Mapping[str, Any], reason: FinishReason, usage: Usage, extras: Extras) -> dict[str, Any]:
         """The line that ends an answer."""
@@ -241,16 +307,23 @@ class _Lines:
             "prompt_eval_duration": round(times["prefill"] * _MS_NS),
             "eval_count": usage.num_completion_tokens,
             "eval_duration": round((times["decode"] + times["detokenize"]) * _MS_NS),
-            **shown,
+            **(shown if self._turns is None else self._with_context(shown, self._turns)),
         }
+
+    def _with_context(self, shown: Extras, turns: Sequence[Mapping[str, Any]]) -> Extras:
+        """With what /api/generate goes on from; what a policy has left out has another name there."""
+        context = context_of([*turns, {"role": "assistant", "content": "".join(self._content)}])
+        renamed = {"context_policy" if name == "context" else name: told for name, told in shown.items()}
+        return {"context": context, **renamed}
 
 
 class OllamaStream:
     """Implements replies.StreamReply: a JSON object a line, the last with `done`."""
 
-    __slots__ = ("_lines", "_reason")
+    __slots__ = ("_context", "_lines", "_reason")
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self._context = context
         self._lines = _Lines(call, context)
         self._reason = FinishReason.STOP
 
@@ -265,6 +338,7 @@ class OllamaStream:
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         self._reason = delta.finish_reason or self._reason
+        self._lines.logprobs += logprob_entries(delta.logprobs or (), self._context)
         return self._written(self._lines.parts(delta.text, delta.finish_reason))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
@@ -290,6 +364,7 @@ class OllamaDocument(WholeReply):
             for name, value in (part["message"] if lines.is_chat else part).items():
                 if name != "role" and value:
                     said[name] = said[name] + value if name in said else value
+        lines.logprobs = self._logprobs[0]
         return lines.last({"message": said} if lines.is_chat else said, self._reasons[0], usage, self._extras)
 
 
@@ -349,6 +424,7 @@ def running_reply(models: Sequence[tuple[ServedModel, int, float | None]], card:
 
 
 def show_reply(model: ServedModel, card: ServerCard, template: str | None, capabilities: Sequence[str]) -> bytes:
+    card = _card_of(model, card)
     kind = card.model_type or "unknown"
     return sse.json_line(
         {
@@ -356,7 +432,11 @@ def show_reply(model: ServedModel, card: ServerCard, template: str | None, capab
             "parameters": "",
             "template": template or "",
             "details": _details(card),
-            "model_info": {"general.architecture": kind, f"{kind}.context_length": model.max_model_len},
+            "model_info": {
+                "general.architecture": kind,
+                "general.parameter_count": card.num_parameters or None,
+                f"{kind}.context_length": model.max_model_len,
+            },
             "capabilities": [
                 *(_CAPABILITIES[task] for task in model.tasks or ("generate",) if task in _CAPABILITIES),
                 *capabilities,
@@ -366,13 +446,22 @@ def show_reply(model: ServedModel, card: ServerCard, template: str | None, capab
     )
 
 
+def _card_of(model: ServedModel, card: ServerCard) -> ServerCard:
+    """The card as far as it tells of a model: nothing of another one, which the server only asks for."""
+    if card.model.name in (model.name, model.parent):
+        return card
+    unknown: dict[str, Any] = {"model_type": None, "num_parameters": 0, "size_bytes": 0, "digest": "", "precision": ""}
+    return msgspec.structs.replace(card, **unknown)
+
+
 def _tag(model: ServedModel, card: ServerCard) -> dict[str, Any]:
+    card = _card_of(model, card)
     return {
         "name": model.id,
         "model": model.id,
         "modified_at": _time(model.created_s),
-        "size": 0,
-        "digest": "",
+        "size": card.size_bytes,
+        "digest": card.digest,
         "details": _details(card),
     }
 
@@ -381,11 +470,11 @@ def _details(card: ServerCard) -> dict[str, Any]:
     family = card.model_type or "unknown"
     return {
         "parent_model": "",
-        "format": "",
+        "format": card.file_format,
         "family": family,
         "families": [family],
-        "parameter_size": "",
-        "quantization_level": "",
+        "parameter_size": format_count(card.num_parameters) if card.num_parameters else "",
+        "quantization_level": card.precision,
     }
 
 

@@ -4,7 +4,7 @@ A surface knows JSON and nothing else: no sockets, no engine, no clock. It is a 
 answers (Surface). Thread: loop.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -320,7 +320,7 @@ def wire_reason(reason: FinishReason | None) -> str | None:
     return reason.value if reason in WIRE_REASONS and reason is not None else None
 
 
-def list_reply(data: list[dict[str, Any]], has_more: bool) -> bytes:
+def list_reply(data: Sequence[dict[str, Any]], has_more: bool) -> bytes:
     """One page of a list."""
     ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return sse.json_line({"object": "list", "data": data, **ids, "has_more": has_more})

@@ -50,7 +50,6 @@ INCLUDABLE = frozenset(
     }
 )
 
-RULES = rules_of("responses")
 
 # Why a sequence ended -> why the response is incomplete; a reason not here completes it.
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
@@ -108,7 +107,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ResponsesBody, RULES)
+    wire, unknown_fields = decode(body, ResponsesBody, rules_of("responses"))
     model, defaults = defaults_of(wire.model)
     if wire.previous_response_id is not None and not defaults.stores_responses:
         message = (
@@ -226,7 +225,8 @@ def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
 def _text_format(wire: ResponsesBody) -> dict[str, Any]:
     """As it was asked for."""
     asked = ResponseFormat(type="text") if wire.text is None or wire.text.format is None else wire.text.format
-    return {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
+    required = {"description": None, "strict": False} if asked.type == "json_schema" else {}
+    return required | {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
 
 
 def _check_include(include: list[str]) -> None:

@@ -15,7 +15,6 @@ from core.errors import InvalidRequest
 from core.types import Delta, Usage
 from server.api.decoding import decode
 from server.api.embeddings import (
-    USER,
     PooledFields,
     check_num_texts,
     never_streams,
@@ -24,20 +23,10 @@ from server.api.embeddings import (
     style_of,
 )
 from server.api.fields import DefaultsOf, GenerationCall, GenerationDefaults, PairPrompt, Prompt, TextPrompt
-from server.api.known_fields import Does, Known
+from server.api.known_fields import rules_of
 from server.api.replies import ReplyContext, Surface, WholeReply
 
 MOST_CHARS = 16_000_000  # of all pairs, in each of which the query is tokenized anew
-RULES = {
-    "user": USER,
-    "rank_fields": Known("rank_fields", frozenset(), Does.REFUSED, neutral=([], ["text"])),
-    "max_tokens_per_doc": Known("max_tokens_per_doc", frozenset(), Does.REFUSED),
-    "max_chunks_per_doc": Known("max_chunks_per_doc", frozenset(), Does.REFUSED),
-    "return_embeddings": Known("return_embeddings", frozenset(), Does.REFUSED, neutral=(False,)),
-    **{name: Known(name, frozenset(), Does.ALIAS, "text_1") for name in ("data_1", "queries")},
-    **{name: Known(name, frozenset(), Does.ALIAS, "text_2") for name in ("data_2", "items")},
-}
-SCORE_RULES = RULES | {"documents": Known("documents", frozenset(), Does.ALIAS, "text_2")}
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -59,7 +48,7 @@ class ScoreBody(PooledFields, frozen=True, kw_only=True):
 
 
 def parse_rerank(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, RerankBody, RULES)
+    wire, unknown_fields = decode(body, RerankBody, rules_of("rerank"))
     model, defaults = defaults_of(wire.model)
     texts = [one if isinstance(one, str) else one.text for one in wire.documents]
     check_num_texts(len(texts), "documents", defaults)
@@ -70,7 +59,7 @@ def parse_rerank(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 
 def parse_score(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ScoreBody, SCORE_RULES)
+    wire, unknown_fields = decode(body, ScoreBody, rules_of("score"))
     model, defaults = defaults_of(wire.model)
     first, second = ([one] if isinstance(one, str) else one for one in (wire.text_1, wire.text_2))
     for param, texts in (("text_1", first), ("text_2", second)):

@@ -131,18 +131,12 @@ def _asked(fields: StructuredFields) -> list[Any]:
     outputs = fields.structured_outputs or StructuredOutputs()
     prefixed = "structured_outputs."
     candidates: list[tuple[str, Any, Any]] = [
-        (prefixed + "json", outputs.json, _schema),
         (prefixed + "json_object", outputs.json_object or None, _any_object),
-        (prefixed + "regex", outputs.regex, constraints.regex),
-        (prefixed + "choice", outputs.choice, constraints.choice),
-        (prefixed + "grammar", outputs.grammar, constraints.client_grammar),
         (prefixed + "structural_tag", outputs.structural_tag, _tagged),
-        ("guided_json", fields.guided_json, _schema),
-        ("guided_regex", fields.guided_regex, constraints.regex),
-        ("guided_choice", fields.guided_choice, constraints.choice),
-        ("guided_grammar", fields.guided_grammar, constraints.client_grammar),
     ]
-
+    for name, make in _MAKERS.items():
+        candidates.append((prefixed + name, getattr(outputs, name), make))
+        candidates.append((f"guided_{name}", getattr(fields, f"guided_{name}"), make))
     named = [(fields.sent_as.get(param, param), value, make) for param, value, make in candidates if value is not None]
     return [(param, partial(make, value, param)) for param, value, make in named]
 
@@ -203,3 +197,11 @@ def _tagged(value: Any, param: str) -> GrammarSpec:
 
 def _any_object(_: bool, param: str) -> GrammarSpec:
     return constraints.json_schema(ANY_OBJECT, param)
+
+
+_MAKERS: dict[str, Any] = {
+    "json": _schema,
+    "regex": constraints.regex,
+    "choice": constraints.choice,
+    "grammar": constraints.client_grammar,
+}

@@ -13,8 +13,6 @@ from server.api.known_fields import rules_of
 from server.api.tools import FunctionTool, tool_wishes
 from server.wire import sse
 
-RULES = rules_of("tokenize")
-
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
@@ -44,7 +42,7 @@ def parse_tokenize(
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
     """
-    wire, unknown_fields = decode(body, TokenizeBody, RULES)
+    wire, unknown_fields = decode(body, TokenizeBody, rules_of("tokenize"))
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("Send either prompt or messages.", "prompt")
     if wire.prompt is not None:

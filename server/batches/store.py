@@ -277,7 +277,8 @@ class Store:
     def files(
         self, tenant: str, purpose: str | None, after: str | None, limit: int, is_ascending: bool
     ) -> tuple[list[File], bool]:
-        """A page of the tenant's, and whether there are more."""
+        """A page of the tenant's, and whether there are more. Raises InvalidRequest."""
+        self._check_listed("files", tenant, after)
         order, past = ("ASC", ">") if is_ascending else ("DESC", "<")
         rows = self._database.execute(
             "SELECT * FROM files WHERE tenant = :tenant AND (:purpose IS NULL OR purpose = :purpose)"
@@ -287,6 +288,11 @@ class Store:
         )
         found = [_file(row) for row in rows]
         return found[:limit], len(found) > limit
+
+    def _check_listed(self, table: str, tenant: str, after: str | None) -> None:
+        query = f"SELECT 1 FROM {table} WHERE id = ? AND tenant = ?"
+        if after is not None and self._database.execute(query, (after, tenant)).fetchone() is None:
+            raise InvalidRequest(f"after is no id of this list: {after[:100]!r}.", "after")
 
     def delete_file(self, tenant: str, file_id: str) -> None:
         """
@@ -337,7 +343,8 @@ class Store:
         return _unpack(row[0])
 
     def batches(self, tenant: str, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """A page of the tenant's, the latest first, and whether there are more."""
+        """A page of the tenant's, the latest first, and whether there are more. Raises InvalidRequest."""
+        self._check_listed("batches", tenant, after)
         rows = self._database.execute(
             "SELECT record FROM batches WHERE tenant = :tenant AND (:after IS NULL OR rowid <"
             " (SELECT rowid FROM batches WHERE id = :after AND tenant = :tenant)) ORDER BY rowid DESC LIMIT :limit",

@@ -302,7 +302,7 @@ class ChatClient:
         if not parts.host or parts.scheme not in ("http", "https"):
             raise StartupError(f"{self.url!r} is not a server's URL", "--url http://127.0.0.1:8000", ExitCode.USAGE)
         self.stats: AnswerStats | None = None
-        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self.headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._tls = (tls or client_context()) if parts.scheme == "https" else False
         self._clock = clock
         self._sleep = sleep
@@ -395,7 +395,7 @@ class ChatClient:
                         self.url + path,
                         json=json,
                         **form,
-                        headers=self._headers,
+                        headers=self.headers,
                         verify=self._tls,
                         timeout=timeout_s,
                         trust_env=False,

@@ -15,7 +15,7 @@ from core.errors import ExitCode, StartupError
 from server.commands.chat import ChatClient, asked_server, check_url
 from server.commands.console import take_interrupts
 from server.config import ServerConfig
-from server.observing.recorder import RecordedRequest, read_records
+from server.observing.recorder import REPLAY_HEADER, RecordedRequest, read_records
 
 DIFFERS = 1  # the exit code
 NAMES = {"model_digest": "model", "settings_digest": "settings", "version": "version"}
@@ -40,15 +40,19 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
         StartupError: nothing is recorded there, or the server cannot be reached or started.
     """
     check_url(arguments)
-    records = [record for path in arguments.records for record in read_records(path)]
+    records = [record for path in arguments.records for record in read_records(path, print)]
     if arguments.request is not None:
         records = [record for record in records if record.request_id == arguments.request]
+    elif num_replays := sum(record.is_replay for record in records):
+        print(f"{num_replays} records are of replays, and are left out (--request names one)")
+        records = [record for record in records if not record.is_replay]
     if not records:
         raise StartupError("no request is recorded there", "name a file of --record, or its directory", ExitCode.USAGE)
     if arguments.url is None and all(record.body is None for record in records):
         raise StartupError("no body is recorded there", "record with --record-bodies", ExitCode.USAGE)
     take_interrupts()
     with asked_server(arguments, config, {record.model for record in records}) as client:
+        client.headers[REPLAY_HEADER] = "1"
         return _replay(client, records, arguments.anyway)
 
 

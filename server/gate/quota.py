@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from calendar import timegm
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -190,7 +191,7 @@ class PeriodPool(Pool):
         return reached if reached > told else None
 
     def shown(self, num: int) -> str:
-        return f"{num / MICRO:.6g}" if self.is_money else f"{num}"
+        return f"{num / MICRO:.6f}".rstrip("0").rstrip(".") if self.is_money else f"{num}"
 
     def _advance(self, now: Moment) -> None:
         if not self._begins_s <= now.unix_s < self._ends_s:
@@ -393,11 +394,15 @@ class Ticket:
 
         Of money, it holds what they cost at most.
         """
-        num, self._price = 0, partial(self._cost_micro, model)
+        self._price, num_prompt, num_first = partial(self._cost_micro, model), 0, 0
         for one in requests:
-            num += one.num_prompt_tokens + one.num_sequences * _first_tokens(one)
-        self._held = tuple((account, (*account.tokens, *account.money)) for account in self._accounts)
-        shortage = self.top_up(num)
+            num_prompt += one.num_prompt_tokens
+            num_first += one.num_sequences * _first_tokens(one)
+        is_priced = any(account.money for account in self._accounts) and self._most_micro(MILLION, MILLION) > 0
+        self._held = tuple(
+            (account, (*account.tokens, *(account.money if is_priced else ()))) for account in self._accounts
+        )
+        shortage = self.top_up(num_first, num_prompt)
         if shortage is not None:
             raise shortage.error()
 
@@ -406,9 +411,11 @@ class Ticket:
         """Whether any pool bounds its tokens or their price."""
         return any(pools for _, pools in self._held)
 
-    def top_up(self, num: int) -> Shortage | None:
-        """Hold so many more in all pools; or tell which lacks them longest, and hold no more."""
-        now, micro = self._clock(), -(-num * self._dearest() // MILLION)
+    def top_up(self, num: int, num_prompt: int = 0) -> Shortage | None:
+        """Hold so many tokens more in all pools; or tell which lacks them longest, and hold no more."""
+        has_money = any(pool.is_money for _, pools in self._held for pool in pools)
+        now, micro = self._clock(), self._most_micro(num_prompt, num) if has_money else 0
+        num += num_prompt
         pools = [(account, pool) for account, pools in self._held for pool in pools if micro or not pool.is_money]
         shortages = _shortages([one for one in pools if not one[1].is_money], num, now)
         shortages += _shortages([one for one in pools if one[1].is_money], micro, now)
@@ -422,19 +429,18 @@ class Ticket:
             pool.reserve(micro if pool.is_money else num, now)
         return None
 
-    def _dearest(self) -> int:
-        """What a million tokens cost at most, in millionths of the currency."""
-        if not any(pool.is_money for _, pools in self._held for pool in pools):
-            return 0
-        return max(map(self._price, (Usage(MILLION, 0), Usage(0, MILLION), Usage(MILLION, 0, MILLION))))
+    def _most_micro(self, num_prompt: int, num_completion: int) -> int:
+        """What so many tokens cost at most: all of the prompt's may be cached, or none."""
+        prompts = (Usage(num_prompt, 0, num_cached_tokens=num_cached) for num_cached in (0, num_prompt))
+        return max(map(self._price, prompts)) + self._price(Usage(0, num_completion))
 
     def top_up_rest(self, most: int, num_parts: int = 1) -> int:
         """Hold a part of what is left, rounded up, after a top-up failed. Returns how many tokens it gained."""
-        now, dearest = self._clock(), self._dearest()
+        now, price = self._clock(), self._price(Usage(0, MILLION))
         pools = [pool for _, pools in self._held for pool in pools]
         left = min((pool.available(now) for pool in pools if not pool.is_money), default=most)
-        if dearest:
-            left = min(left, min(pool.available(now) for pool in pools if pool.is_money) * MILLION // dearest)
+        if price:
+            left = min([left, *(pool.available(now) * MILLION // price for pool in pools if pool.is_money)])
         num = min(most, -(-left // num_parts))
         return num if num > 0 and self.top_up(num) is None else 0
 
@@ -555,9 +561,13 @@ class Quotas:
     def account_of(self, tenant: Tenant) -> QuotaAccount:
         return self._account(f"The tenant {tenant.name}", (tenant.name, None), tenant.limits)
 
-    def keys_of(self, tenant: str) -> dict[str, QuotaAccount]:
-        """The accounts of its keys that were used, by the key's id."""
-        return {key_id: one for (name, key_id), one in self._accounts.items() if name == tenant and key_id is not None}
+    def of_keys(self) -> dict[str, dict[str, QuotaAccount]]:
+        """The accounts of keys that were used, by tenant and the key's id."""
+        found: dict[str, dict[str, QuotaAccount]] = defaultdict(dict)
+        for (name, key_id), account in self._accounts.items():
+            if key_id is not None:
+                found[name][key_id] = account
+        return found
 
     def now(self) -> Moment:
         return self._clock()

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.api.decoding import parse_object
+from server.api.decoding import page_behind, parse_object
 from server.api.replies import list_reply
 from server.ledger.ledger import Ledger, unavailable
 from server.ledger.store import BUSY_MS, MICRO, ForgetResponse, KeepResponse, StoredResponse
@@ -216,7 +216,7 @@ class Turn:
             history = await self.store.history(self.tenant, previous_id, "previous_response_id")
         before = await self.compute(lambda: [item for one in history for item in _turn_items(one)], len(history) * 1024)
         self.num_before = len(before)
-        has_references = any(isinstance(item, dict) and item.get("type") == "item_reference" for item in items)
+        has_references = any(map(_is_reference, items))
         if has_references:
             items = [await self._referred(item, f"input[{i}]") for i, item in enumerate(items)]
         if wanted is not False:
@@ -232,7 +232,7 @@ class Turn:
 
     async def _referred(self, item: Any, param: str) -> Any:
         """The item itself, where it stands for one of a stored response."""
-        if not isinstance(item, dict) or item.get("type") != "item_reference":
+        if not _is_reference(item):
             return item
         item_id = str(item.get("id"))
         if (found := _ITEM_ID.fullmatch(item_id)) is not None:
@@ -279,6 +279,11 @@ class Turn:
         self.store.keep(response)
 
 
+def _is_reference(item: Any) -> bool:
+    """Its type may be left out."""
+    return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
+
+
 def _document_of(last: bytes) -> bytes:
     if last.startswith(b"{"):
         return last
@@ -310,8 +315,4 @@ def input_items_reply(response: StoredResponse, after: str | None, limit: int, i
         {"id": f"{response.id.replace('resp_', 'in_', 1)}_{i}", "type": "message"} | item
         for i, item in enumerate(msgspec.json.decode(response.input))
     ]
-    if not is_ascending:
-        items.reverse()
-    start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), 0)
-    page = items[start : start + limit]
-    return list_reply(page, start + limit < len(items))
+    return list_reply(*page_behind(items if is_ascending else items[::-1], after, limit))

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -27,6 +29,8 @@ from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
 from server.observing.timing import MS_NS, S_NS, StageClock
 from server.wire.messages import Headers, HttpRequest, Peer
 from server.wire.stream import HttpStream
+
+T = TypeVar("T")
 
 HOUR_S = 3600.0
 WINDOW_S = 300.0
@@ -141,6 +145,23 @@ def intervals_of(timings: StageClock) -> tuple[Interval, ...]:
     )
 
 
+class Ring(Generic[T]):
+    """The latest things, and how many there ever were."""
+
+    def __init__(self, most: int) -> None:
+        self.things: deque[T] = deque(maxlen=most)
+        self.num_ever = 0
+
+    def put(self, thing: T) -> None:
+        self.things.append(thing)
+        self.num_ever += 1
+
+    def since(self, num_seen: int) -> tuple[int, list[T]]:
+        """How many there ever were, and those after so many, oldest first, as far as they are kept."""
+        num_new = min(self.num_ever - num_seen, len(self.things))
+        return self.num_ever, list(islice(self.things, len(self.things) - num_new, None))
+
+
 class FlightRecorder:
     """Keeps the requests of the last hour that somebody may ask about, by the monotonic clock."""
 
@@ -150,12 +171,10 @@ class FlightRecorder:
         # Oldest first: the window's number, and a heap of its slowest: (duration, serial, record)
         self._windows: deque[tuple[int, list[tuple[float, int, RequestRecord]]]] = deque()
         self._failed: deque[RequestRecord] = deque(maxlen=MAX_FAILED)
-        self._recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
-        self.num_kept = 0  # ever
+        self.recent: Ring[RequestRecord] = Ring(MAX_RECENT)
 
     def keep(self, flight: RequestRecord) -> None:
-        self._recent.append(flight)
-        self.num_kept += 1
+        self.recent.put(flight)
         if flight.has_failed:
             self._failed.append(flight)
         number = int(flight.ended_s // WINDOW_S)
@@ -176,15 +195,10 @@ class FlightRecorder:
         """Of the last hour, the latest first."""
         return list(self._of_last_hour(reversed(self._failed)))[:number]
 
-    def since(self, num_seen: int) -> list[RequestRecord]:
-        """Those kept after so many, oldest first, as far as they still are."""
-        num_new = min(self.num_kept - num_seen, len(self._recent))
-        return list(itertools.islice(self._recent, len(self._recent) - num_new, None))
-
     def find(self, request_id: str, tenant: str | None) -> RequestRecord | None:
         """The latest of the tenant's requests (None: any tenant's) with that id, ours or the client's."""
         kept = (flight for _, window in self._windows for _, _, flight in window)
-        for flight in self._of_last_hour(itertools.chain(reversed(self._recent), reversed(self._failed), kept)):
+        for flight in self._of_last_hour(itertools.chain(reversed(self.recent.things), reversed(self._failed), kept)):
             if request_id in (flight.request_id, flight.alias) and tenant in (None, flight.tenant):
                 return flight
         return None

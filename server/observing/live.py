@@ -8,20 +8,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import orjson
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
+from server.observing.accounting import Ring
 from server.observing.metrics import Histogram, Metrics, resident_bytes
 from server.observing.timing import NO_STORE
 from server.wire.messages import ResponseHead
 from server.wire.sse import event
 from server.wire.stream import HttpStream
-
-T = TypeVar("T")
 
 TICK_S = 0.25
 POINT_S = 5.0
@@ -73,22 +71,6 @@ def quantile_ms(bounds: Sequence[float], counts: Sequence[int], part: float) -> 
 
 Source = Callable[[int], tuple[int, list[Any]]]  # how many things there ever were, and the latest after so many
 Seen = tuple[int, ...]  # so many of each source's things a viewer has been sent
-
-
-class Ring(Generic[T]):
-    """The latest things, as a Source."""
-
-    def __init__(self, most: int) -> None:
-        self._things: deque[T] = deque(maxlen=most)
-        self.num_ever = 0
-
-    def put(self, thing: T) -> None:
-        self._things.append(thing)
-        self.num_ever += 1
-
-    def since(self, num_seen: int) -> tuple[int, list[T]]:
-        num_new = min(self.num_ever - num_seen, len(self._things))
-        return self.num_ever, list(islice(self._things, len(self._things) - num_new, None))
 
 
 class History:

@@ -30,6 +30,7 @@ MOST_FILE_BYTES = 64 * 2**20
 LOOK_S = 600.0  # how often files are looked at that are too old
 LINE_BYTES = 512  # about, without body and tokens
 PATTERN = "requests-*.jsonl"
+REPLAY_HEADER = "x-steploop-replay"  # of the requests of `steploop replay`
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 
@@ -44,6 +45,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         body: as it came; None: bodies are not kept.
         prompt_digest: see digest_of; None as body.
         token_ids: of each sequence, which are num_tokens; None as body.
+        is_replay: of a recorded request, which is not to be replayed once more.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     body: str | None = None
     prompt_digest: str | None = None
     token_ids: list[list[int]] | None = None
+    is_replay: bool = False
 
     @property
     def was_cut(self) -> bool:
@@ -201,8 +204,11 @@ def _begun_s(path: Path) -> float:
     return datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC).timestamp()
 
 
-def read_records(path: Path) -> Iterator[RecordedRequest]:
+def read_records(path: Path, say: Callable[[str], None]) -> Iterator[RecordedRequest]:
     """The requests of a file, or of a directory's files, in order.
+
+    Args:
+        say: told of a line that was cut short.
 
     Raises:
         StartupError: there is no such file, or a line is none of ours.
@@ -217,5 +223,6 @@ def read_records(path: Path) -> Iterator[RecordedRequest]:
             raise StartupError(f"{file} cannot be read: {error.strerror}", fix) from error
         except msgspec.DecodeError as error:
             if not line.endswith(b"\n"):  # the process was killed while it wrote it
+                say(f"{file}: its last line was cut short, and is left out")
                 continue
             raise StartupError(f"{file} has a line that is no recorded request: {error}", fix) from error

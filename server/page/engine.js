@@ -101,12 +101,13 @@ export class StepLoop extends Picture {
   draw() {
     const shown = this.steps.slice(-this.shown() || this.steps.length);
     const mostTokens = Math.max(1, ...shown.map(([, prompt, own]) => prompt + own));
-    const mostMs = Math.max(0.1, ...shown.map((one) => Math.max(one[3], one[4] ?? 0)));
+    const times = shown.map((one) => one[3]).sort((a, b) => a - b);
+    const mostMs = Math.max(0.1, 1.5 * (times[Math.floor(0.95 * times.length)] ?? 0)); // longer ones reach the middle line
     this.painted((pen, width, height) => {
       const half = height / 2 - 6;
       shown.forEach(([, prompt, own, ms, predicted], i) => {
         const x = width - STEP_PX * (shown.length - i), at = this.steps.length - shown.length + i;
-        const own_px = half * own / mostTokens, prompt_px = half * prompt / mostTokens, ms_px = half * ms / mostMs;
+        const own_px = half * own / mostTokens, prompt_px = half * prompt / mostTokens, ms_px = half * Math.min(1, ms / mostMs);
         if (at === this.chosen) {
           pen.fillStyle = colour("--line");
           pen.fillRect(x - 1, 0, STEP_PX + 1, height);
@@ -119,7 +120,7 @@ export class StepLoop extends Picture {
         pen.fillRect(x, height - ms_px, STEP_PX - 1, ms_px);
         if (predicted !== null) {
           pen.fillStyle = colour("--bad");
-          pen.fillRect(x, height - half * predicted / mostMs - 1, STEP_PX - 1, 2);
+          pen.fillRect(x, height - half * Math.min(1, predicted / mostMs) - 1, STEP_PX - 1, 2);
         }
       });
       pen.fillStyle = colour("--line");

@@ -1,18 +1,19 @@
-// The dashboard: reads the one stream of frames and shows it. What the server sends is set as text, never as markup.
+// The dashboard: reads the one stream of frames and shows it.
 
 import { Chart, bar } from "/dashboard/chart.js";
+import { $, emptyRow, fill, made, tell } from "/dashboard/elements.js";
 import { BlockGrid, STATES, StepLoop } from "/dashboard/engine.js";
 import { tenants } from "/dashboard/tenants.js";
 
 /**
- * @typedef {Record<string, string | number | boolean | null>} Row
+ * @typedef {import("/dashboard/elements.js").Row} Row
  * @typedef {{version: string, model: string | null, state: string, columns?: string[], points: (number | null)[][],
  *   now: (number | null)[], promises: Row[], num_requests: number, requests: Row[], ended: Row[],
  *   devices: Row[], steps: import("/dashboard/engine.js").Step[], preempted: [number, string, number, string, string][],
  *   blocks: import("/dashboard/engine.js").BlockMap[]}} Frame
  */
 
-const MAX_POINTS = 720, MAX_ENDED = 1000, MAX_SHOWN = 100, MAX_PREEMPTED = 64, RETRY_MS = 1000, MAX_RETRY_MS = 15000;
+const MAX_POINTS = 720, MAX_ENDED = 1000, MAX_SHOWN = 100, MAX_PREEMPTED = 64, MAX_BESIDE = 12, RETRY_MS = 1000, MAX_RETRY_MS = 15000;
 
 /** @type {string | null} */
 let key = null; // in memory alone
@@ -21,12 +22,11 @@ let columns = [];
 /** @type {(number | null)[][]} */
 let points = [];
 /** @type {Row[]} */
-let ended = [];
+let ended = []; // the latest first
+/** @type {Row[]} */
+let running = [];
 /** @type {string | null} */
 let shownId = null; // of the request whose waterfall is open
-
-/** @param {string} id @returns {any} */
-const $ = (id) => document.getElementById(id);
 
 /** @param {number} value */
 const count = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(value % 1 ? 2 : 0));
@@ -61,19 +61,6 @@ const PROMISES = {
   queue_depth: ["Sequences in the queue", whole], memory_mib: ["Memory", (mib) => size(mib * 2 ** 20)],
 };
 
-/** @param {string} tag @param {string} text @param {string} [name] of its class */
-function made(tag, text, name = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (name) element.className = name;
-  return element;
-}
-
-/** Change the text only where it differs: nothing is laid out or read out again. @param {Node} element @param {string} text */
-function tell(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
 /** @param {unknown} value @param {(value: any) => string} format */
 const known = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
@@ -96,48 +83,6 @@ function drawCharts() {
     const at = named.map(([name]) => columns.indexOf(name));
     chart.draw(times, at.map((column) => points.map((row) => row[column])), format);
   }
-}
-
-/**
- * Make a table's rows those of the data, by key. A row that stays keeps its elements, and with them the focus.
- * @param {HTMLElement} body
- * @param {Row[]} rows
- * @param {(row: Row) => HTMLTableRowElement} make
- * @param {(cells: HTMLCollectionOf<HTMLTableCellElement>, row: Row) => void} update
- * @param {string} none what is told when there are none
- */
-function fill(body, rows, make, update, none) {
-  const old = new Map([...body.children].map((one) => [/** @type {HTMLElement} */ (one).dataset.id, one]));
-  rows.forEach((row, i) => {
-    const id = String(row.id ?? row.name);
-    let line = /** @type {HTMLTableRowElement | undefined} */ (old.get(id));
-    old.delete(id);
-    if (!line) {
-      line = make(row);
-      line.dataset.id = id;
-    }
-    update(line.cells, row);
-    if (body.children[i] !== line) body.insertBefore(line, body.children[i] ?? null);
-  });
-  if (!rows.length && !old.delete("")) {
-    const line = document.createElement("tr"), cell = /** @type {HTMLTableCellElement} */ (made("td", none, "none"));
-    cell.colSpan = 10;
-    line.dataset.id = "";
-    line.append(cell);
-    body.append(line);
-  }
-  old.forEach((line) => line.remove());
-}
-
-/** @param {number} numCells @param {number[]} numbers the columns of numbers @param {Element} [head] */
-function emptyRow(numCells, numbers, head) {
-  const line = document.createElement("tr");
-  const first = document.createElement("th");
-  first.scope = "row";
-  if (head) first.append(head);
-  line.append(first);
-  for (let i = 1; i < numCells; i++) line.append(made("td", "", numbers.includes(i) ? "number" : ""));
-  return line;
 }
 
 /** @param {Row} row */
@@ -214,7 +159,7 @@ $("by-tenant").addEventListener("change", () => {
 });
 
 /** @type {Row[]} */
-let preempted = [];
+let preempted = []; // the latest first
 
 const CAUSES = {
   outranked: "the head of the queue goes first", paused: "it was paused, and others need its blocks",
@@ -228,10 +173,11 @@ function showEngine(frame) {
   steps.add(frame.steps, Boolean(frame.columns));
   if (frame.blocks.length) blocks.set(frame.blocks[frame.blocks.length - 1]);
   if (!frame.preempted.length && !frame.columns) return;
-  const more = frame.preempted.map(([at, id, index, cause, by]) => ({ name: `${at} ${id} ${index}`, at, id, cause, by }));
+  /** @type {Row[]} */
+  const more = frame.preempted.map(([at, request, index, cause, by]) => ({ id: `${at} ${request} ${index}`, at, request, cause, by }));
   preempted = more.reverse().concat(preempted).slice(0, MAX_PREEMPTED);
   $("preempted").hidden = !preempted.length;
-  fill($("preempted").querySelector("tbody"), preempted.map((one) => ({ ...one, id: one.name, request: one.id })),
+  fill($("preempted").querySelector("tbody"), preempted,
     (row) => emptyRow(4, [], opener({ id: row.request })), (cells, row) => {
       tell(cells[1], new Date(Number(row.at) * 1000).toLocaleTimeString());
       tell(cells[2], CAUSES[/** @type {keyof CAUSES} */ (row.cause)] ?? String(row.cause));
@@ -253,6 +199,7 @@ function show(frame) {
     points = points.concat(frame.points).slice(-MAX_POINTS);
     drawCharts();
   }
+  running = frame.requests;
   showEngine(frame);
   ended = frame.ended.reverse().concat(ended).slice(0, MAX_ENDED);
   tell($("about"), [frame.model, frame.version].filter(Boolean).join(" · "));
@@ -307,8 +254,28 @@ function openRequest(id) {
   tell($("detail-title"), `Request ${id}`);
   tell($("detail-about"), "");
   $("stages").replaceChildren();
-  $("detail").showModal();
+  $("beside").replaceChildren();
+  if (!$("detail").open) $("detail").showModal();
   refresh();
+}
+
+/**
+ * The requests of the same model that were in progress beside one, longest together first.
+ * @param {string} id @param {string} model @param {number} began in ms since 1970 @param {number} length in ms
+ */
+function showBeside(id, model, began, length) {
+  const now = Date.now();
+  /** @type {Row[]} */
+  const all = [...running.map((row) => ({ ...row, start: now - row.age_s * 1000 - began, end: now - began })),
+    ...ended.map((row) => ({ ...row, start: row.started * 1000 - began, end: row.started * 1000 + row.duration_ms - began }))];
+  const beside = all.filter((row) => row.id !== id && row.model === model && row.start < length && row.end > 0)
+    .map((row) => ({ ...row, from: Math.max(0, row.start), together: Math.min(length, row.end) - Math.max(0, row.start) }))
+    .sort((a, b) => b.together - a.together);
+  tell($("beside-caption"), `Requests beside it: ${beside.length}${beside.length > MAX_BESIDE ? `, ${MAX_BESIDE} are shown` : ""}`);
+  fill($("beside"), beside.slice(0, MAX_BESIDE), (row) => emptyRow(6, [2, 3, 4], opener(row)), (cells, row) => {
+    [row.tenant, known(row.num_prompt_tokens, whole), known(row.num_tokens, whole), time(row.together)].forEach((text, i) => tell(cells[i + 1], text));
+    cells[5].replaceChildren(bar(row.from, row.together, length));
+  }, "None.");
 }
 
 /** @param {Row} row */
@@ -338,6 +305,7 @@ async function refresh() {
     line.cells[3].append(bar(one.start_ms, one.duration_ms, end));
     return line;
   }));
+  showBeside(id, told.model ?? running.find(isShown)?.model, began, end);
 }
 
 const refreshTenants = tenants(ask, refusal);

@@ -1,21 +1,13 @@
-// Tenants and keys: what each may use and has used; keys are created and revoked, and limits changed. Texts are set as text.
+// Tenants and keys: what each may use and has used; keys are created and revoked, and limits changed.
 
-/** @typedef {Record<string, any>} Tenant */
+import { $, emptyRow, fill, made, tell } from "/dashboard/elements.js";
+
+/** @typedef {import("/dashboard/elements.js").Row} Row */
 
 const EVERY_MS = 5000;
-const PERIODS = [["tokens_per_day", "Tokens today"], ["tokens_per_month", "Tokens this month"], ["money_per_day", "Spent today"], ["money_per_month", "Spent this month"]];
-const LIMITS = ["requests_per_minute", "burst_requests", "tokens_per_minute", "burst_tokens", "concurrent_requests", ...PERIODS.map(([name]) => name)];
-
-/** @param {string} id @returns {any} */
-const $ = (id) => document.getElementById(id);
-
-/** @param {string} tag @param {string} text @param {string} [name] of its class */
-function made(tag, text, name = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (name) element.className = name;
-  return element;
-}
+const MAX_KEYS = 200; // shown
+const PERIODS = ["tokens_per_day", "tokens_per_month", "money_per_day", "money_per_month"]; // a column each
+const LIMITS = ["requests_per_minute", "burst_requests", "tokens_per_minute", "burst_tokens", "concurrent_requests", ...PERIODS];
 
 /** @param {string} name @param {number} value */
 const amount = (name, value) => (name.startsWith("money") ? value.toLocaleString("en", { maximumFractionDigits: 4 }) : value.toLocaleString("en"));
@@ -29,12 +21,12 @@ const words = (name) => name.replaceAll("_", " ");
  * @returns {() => void} to be called at each frame: asks the server every five seconds
  */
 export function tenants(ask, refusal) {
-  let asked = -Infinity, hasFile = true;
-  /** @type {Tenant[]} */
+  let asked = -Infinity;
+  /** @type {Row[]} */
   let shown = [];
 
   /** @param {string} text */
-  const say = (text) => { $("tenants-told").textContent = text; };
+  const say = (text) => tell($("tenants-told"), text);
 
   /** @param {string} path @param {RequestInit} [more] @returns {Promise<any>} null: it was refused, and that is told */
   async function get(path, more = {}) {
@@ -46,82 +38,73 @@ export function tenants(ask, refusal) {
 
   async function refresh() {
     asked = Date.now();
-    const [answer, keys] = await Promise.all([get("/admin/tenants"), hasFile ? ask("/admin/keys").catch(() => null) : null]);
-    if (answer) show(answer.data);
-    if (keys?.status === 404) hasFile = false;
-    $("keys").hidden = !keys?.ok;
-    if (keys?.ok) showKeys((await keys.json()).data);
+    const found = await get("/admin/tenants"), keys = found?.has_keys_file ? await get("/admin/keys") : null;
+    if (found) show(found.data);
+    $("keys").hidden = !keys;
+    if (keys) showKeys(keys.data);
   }
 
-  /** @param {Tenant} tenant @param {string} name */
-  function used(tenant, name) {
-    const cell = made("td", "", "number"), left = tenant.left[name], num = tenant.used[name];
-    cell.textContent = amount(name, num);
-    if (left) cell.append(made("span", ` of ${amount(name, left.limit)}`, "quiet"));
-    if (tenant.is_near.includes(name)) {
-      const part = Math.floor(100 * num / left.limit);
-      cell.append(made("strong", part >= 100 ? " spent" : ` ${part} %`, "bad"));
-    }
-    return cell;
+  /** @param {Row} row @param {string} name @returns {[string, boolean]} in words, and whether it is near its end */
+  function used(row, name) {
+    const left = row.left[name], num = row.used[name];
+    if (!left) return [amount(name, num), false];
+    const part = Math.floor(100 * num / left.limit), isNear = row.is_near.includes(name);
+    return [`${amount(name, num)} of ${amount(name, left.limit)}${isNear ? part >= 100 ? ", spent" : `, ${part} %` : ""}`, isNear];
   }
 
-  /** @param {Tenant[]} list */
+  /** @param {string} label @param {string} what for those who do not see where it stands @param {() => void} act */
+  function action(label, what, act) {
+    const button = made("button", label);
+    button.setAttribute("aria-label", what);
+    button.addEventListener("click", act);
+    return button;
+  }
+
+  /** @param {Row[]} list */
   function show(list) {
     shown = list;
-    const focused = document.activeElement instanceof HTMLElement ? document.activeElement.dataset.of : undefined;
-    $("tenants").tBodies[0].replaceChildren(...list.flatMap((tenant) => [tenant, ...tenant.keys].map((one) => {
-      const line = document.createElement("tr"), head = made("th", one === tenant ? tenant.name : `key ${one.id}`, one === tenant ? "" : "inner");
-      /** @type {HTMLTableCellElement} */ (head).scope = "row";
-      const buckets = Object.entries(one.left).filter(([name]) => name.endsWith("minute"));
-      const states = buckets.map(([name, pool]) => `${amount(name, pool.left)} of ${amount(name, pool.limit)} ${words(name)}`);
-      line.append(head, made("td", one === tenant ? `${tenant.class}, ${tenant.share}` : ""), made("td", String(one.num_active), "number"),
-        made("td", states.join("; ") || "–"), ...PERIODS.map(([name]) => used(one, name)));
-      const last = made("td", "");
-      if (one === tenant) {
-        const button = made("button", "Limits");
-        button.setAttribute("aria-label", `Change the limits of ${tenant.name}`);
-        button.dataset.of = tenant.name;
-        button.addEventListener("click", () => edit(tenant.name));
-        last.append(button);
-      }
-      line.append(last);
+    const rows = list.flatMap((tenant) => [{ ...tenant, id: tenant.name, isTenant: true }, ...tenant.keys.map((/** @type {Row} */ one) => ({ ...one, id: `${tenant.name} ${one.id}`, name: `key ${one.id}` }))]);
+    fill($("tenants").tBodies[0], rows, (row) => {
+      const line = emptyRow(9, [2, 4, 5, 6, 7]);
+      if (row.isTenant) line.cells[8].append(action("Limits", `Change the limits of ${row.name}`, () => edit(row.name)));
+      else line.cells[0].className = "inner";
       return line;
-    })));
-    if (focused !== undefined) $("tenants").querySelector(`[data-of="${CSS.escape(focused)}"]`)?.focus();
+    }, (cells, row) => {
+      const buckets = Object.entries(row.left).filter(([name]) => name.endsWith("minute"));
+      const left = buckets.map(([name, pool]) => `${amount(name, pool.left)} of ${amount(name, pool.limit)} ${words(name)}`);
+      const texts = [row.name, row.isTenant ? `${row.class}, ${row.share}` : "", row.num_active, left.join("; ") || "–"];
+      texts.forEach((text, i) => tell(cells[i], String(text)));
+      PERIODS.forEach((name, i) => {
+        const [text, isNear] = used(row, name);
+        tell(cells[4 + i], text);
+        cells[4 + i].className = isNear ? "number bad" : "number";
+      });
+    }, "None.");
     const names = list.map((tenant) => tenant.name), select = $("new-tenant");
     if (names.join("\n") !== [...select.options].map((one) => one.value).join("\n")) {
       select.replaceChildren(...names.map((name) => Object.assign(made("option", name), { value: name })));
     }
   }
 
-  /** @param {Record<string, any>[]} list */
+  /** @param {Row[]} list */
   function showKeys(list) {
-    const focused = document.activeElement instanceof HTMLElement ? document.activeElement.dataset.key : undefined;
-    const valid = list.filter((one) => one.state === "valid"), others = list.length - valid.length;
-    $("keys-about").textContent = `${valid.length} valid${others ? `, ${others} revoked or expired` : ""}`;
-    $("key-list").tBodies[0].replaceChildren(...[...valid, ...list.filter((one) => one.state !== "valid")].slice(0, 200).map((one) => {
-      const line = document.createElement("tr"), head = /** @type {HTMLTableCellElement} */ (made("th", one.prefix));
-      head.scope = "row";
-      line.append(head, made("td", one.tenant), made("td", one.label), made("td", one.scopes.join(", ")), made("td", one.state, one.state === "valid" ? "" : "quiet"),
-        made("td", one.expires ? new Date(one.expires).toLocaleString() : "never"));
-      const last = made("td", "");
-      if (one.state === "valid") {
-        const button = made("button", "Revoke");
-        button.setAttribute("aria-label", `Revoke the key ${one.prefix}`);
-        button.dataset.key = one.prefix;
-        button.addEventListener("click", () => confirmEnd(one));
-        last.append(button);
-      }
-      line.append(last);
+    const valid = list.filter((one) => one.state === "valid"), others = list.filter((one) => one.state !== "valid");
+    tell($("keys-about"), `${valid.length} valid${others.length ? `, ${others.length} revoked or expired` : ""}`);
+    fill($("key-list").tBodies[0], [...valid, ...others].slice(0, MAX_KEYS).map((one) => ({ ...one, id: one.prefix })), (row) => {
+      const line = emptyRow(7, []);
+      if (row.state === "valid") line.cells[6].append(action("Revoke", `Revoke the key ${row.prefix}`, () => confirmEnd(row)));
       return line;
-    }));
-    if (focused !== undefined) $("key-list").querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+    }, (cells, row) => {
+      const expires = row.expires ? new Date(row.expires).toLocaleString() : "never";
+      [row.prefix, row.tenant, row.label, row.scopes.join(", "), row.state, expires].forEach((text, i) => tell(cells[i], text));
+      if (row.state !== "valid") cells[6].replaceChildren();
+    }, "None.");
   }
 
-  /** @param {Record<string, any>} one */
+  /** @param {Row} one */
   function confirmEnd(one) {
     const what = `Revoke the key ${one.prefix} of ${one.tenant}? Its requests in progress end.`;
-    choose(what, [], async () => (await get(`/admin/keys/${encodeURIComponent(one.prefix)}`, { method: "DELETE" })) && `The key ${one.prefix} is revoked.`);
+    choose(what, "Revoke", [], async () => (await get(`/admin/keys/${encodeURIComponent(one.prefix)}`, { method: "DELETE" })) && `The key ${one.prefix} is revoked.`);
   }
 
   /** @param {string} name */
@@ -129,7 +112,7 @@ export function tenants(ask, refusal) {
     const tenant = shown.find((one) => one.name === name);
     if (!tenant) return;
     const fields = LIMITS.map((limit) => ({ name: limit, value: tenant.limits[limit] ?? "" }));
-    choose(`Limits of ${name}, until the configuration is read again. Empty: unlimited.`, fields, async (values) => {
+    choose(`Limits of ${name}, until the configuration is read again. Empty: unlimited.`, "Save", fields, async (values) => {
       const limits = Object.fromEntries(Object.entries(values).filter(([, text]) => text !== "").map(([limit, text]) => [limit, Number(text)]));
       const body = JSON.stringify({ limits });
       return (await get(`/admin/tenants/${encodeURIComponent(name)}`, { method: "PATCH", body })) && `The limits of ${name} are in force.`;
@@ -139,11 +122,13 @@ export function tenants(ask, refusal) {
   /**
    * A dialog with fields of numbers.
    * @param {string} what
+   * @param {string} yes what the button says
    * @param {{name: string, value: string | number}[]} fields
    * @param {(values: Record<string, string>) => Promise<string | null>} act what is told once it is done
    */
-  function choose(what, fields, act) {
-    $("choice-title").textContent = what;
+  function choose(what, yes, fields, act) {
+    tell($("choice-title"), what);
+    tell($("choice-yes"), yes);
     $("choice-fields").replaceChildren(...fields.map(({ name, value }) => {
       const label = made("label", words(name)), input = document.createElement("input");
       Object.assign(input, { name, value, type: "number", min: "0", step: "any" });
@@ -165,11 +150,11 @@ export function tenants(ask, refusal) {
     event.preventDefault();
     const scopes = [...$("new-key").querySelectorAll("[name=scope]:checked")].map((/** @type {any} */ one) => one.value);
     const asked = { tenant: $("new-tenant").value, label: $("new-label").value, scopes, expires: $("new-expires").value || null };
-    const made_ = await get("/admin/keys", { method: "POST", body: JSON.stringify(asked) });
-    if (!made_) return;
-    say(`The key ${made_.prefix} of ${made_.tenant} is valid from now on.`);
+    const created = await get("/admin/keys", { method: "POST", body: JSON.stringify(asked) });
+    if (!created) return;
+    say(`The key ${created.prefix} of ${created.tenant} is valid from now on.`);
     $("created").hidden = false;
-    $("created-key").value = made_.key;
+    $("created-key").value = created.key;
     $("created-key").focus();
     $("created-key").select();
     $("new-label").value = "";

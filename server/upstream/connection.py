@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import h11
 
 from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, Reader, UpstreamFault
-from server.upstream.http2 import Http2, NotHttp2
+from server.upstream.http2 import Http2
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 
 CONNECT_S = 2.0
@@ -133,7 +133,6 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         http: its protocol, once it is connected.
         ready: its protocol is known and the peer has said that it speaks it. Its exception is an UpstreamFault.
-        speaks_http1: it was tried with HTTP/2, and is HTTP/1.1.
     """
 
     http: Http2 | _Http1
@@ -142,8 +141,7 @@ class Connection(asyncio.BufferedProtocol):
         self.address = address
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
-        self.speaks_http1 = False
-        self.idle_since_s = self.loop.time()
+        self.heard_s = self.loop.time()  # when something came last
         self._protocol = protocol
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray(BYTES_A_TURN)
@@ -200,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, num_bytes: int) -> None:
-        is_full = num_bytes == BYTES_A_TURN
+        is_full, self.heard_s = num_bytes == BYTES_A_TURN, self.loop.time()
         self._receive(bytes(self._buffer if is_full else self._buffer[:num_bytes]))
         if is_full and self._transport is not None and not self._transport.is_closing():  # the loop would read on
             self._transport.pause_reading()
@@ -211,17 +209,14 @@ class Connection(asyncio.BufferedProtocol):
         try:
             http.receive(data)
         except ConnectionFault as fault:
-            self.speaks_http1 = isinstance(fault, NotHttp2)
             kind = UpstreamFault if data else ConnectionLost
             self._fail(kind(str(fault).rstrip(".").replace("It ", "it ", 1)))
             self.abort()
             return
         if http.is_ready and not self.ready.done():
             self.ready.set_result(None)
-        if not http.num_open:
-            self.idle_since_s = self.loop.time()
-            if http.is_closing:
-                self.close()
+        if http.is_closing and not http.num_open:
+            self.close()
 
     def eof_received(self) -> bool:
         self._receive(b"")  # ends a body without a length
@@ -229,7 +224,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self.speaks_http1 |= not self.http.is_ready
         self._fail(ConnectionLost("the connection was lost" if error is None else f"the connection was lost: {error}"))
 
     def _fail(self, fault: UpstreamFault) -> None:
@@ -264,7 +258,7 @@ async def connect(address: Address, protocol: bytes) -> Connection:
         connection.abort()
         raise UpstreamFault(f"it cannot be connected to within {CONNECT_S:g} s", is_untouched=True) from None
     except UpstreamFault as fault:
-        if connection.speaks_http1 and H1 in address.protocols and protocol == H2 and address.tls is None:
+        if protocol == H2 and H1 in address.protocols and address.tls is None:  # it is connected, and knows no HTTP/2
             return await connect(address, H1)
         raise UpstreamFault(str(fault), is_untouched=True) from fault
     except OSError as error:  # ssl.SSLError is one

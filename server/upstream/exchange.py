@@ -4,7 +4,6 @@ Whoever reads may pause: then at most a window of bytes more comes (HTTP/2), or 
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
@@ -32,8 +31,7 @@ class AnswerHead(NamedTuple):
         return next((value for key, value in self.fields if key == name), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A request to an upstream.
 
     Args:

@@ -21,10 +21,6 @@ OUR_RESETS = Rate(100, 10)  # then a connection takes no more requests: servers 
 NO_STREAM_LIMIT = 2**31 - 1  # RFC 9113 §6.5.2: until the peer's SETTINGS
 
 
-class NotHttp2(ConnectionFault):
-    """The peer's first bytes are no SETTINGS frame: it does not speak HTTP/2."""
-
-
 class _Stream(Exchange):
     """
     Attributes:
@@ -166,7 +162,7 @@ class Http2:
             high, low, kind, flags, stream_id = wire.FRAME_HEADER.unpack_from(buffer, position)
             header = Header(high << 16 | low, kind, flags, stream_id & wire.UNRESERVED)
             if not self.is_ready and (kind != wire.SETTINGS or flags & wire.ACK):  # RFC 9113 §3.4
-                raise NotHttp2(Http2ErrorCode.PROTOCOL_ERROR, "It does not begin with SETTINGS.")
+                raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "It does not begin with SETTINGS.")
             self._check_header(header)
             end = position + wire.HEADER_BYTES + header.length
             if len(buffer) < end:

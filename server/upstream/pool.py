@@ -180,11 +180,14 @@ class Upstream:
         if not task.cancelled():
             task.exception()  # whoever awaits it is told
 
-    def close_idle(self, now_s: float) -> None:
+    def close_idle(self, now_s: float, silence_s: float) -> None:
+        """And those that are lost, of which nobody tells: its health is not answered, and nothing else has come."""
         for one in self.connections:
-            is_idle = now_s - one.idle_since_s > IDLE_S and not one.http.is_multiplexed
+            is_idle = now_s - one.heard_s > IDLE_S and not one.http.is_multiplexed
             if not one.http.num_open and (is_idle or one.http.is_closing):
                 one.close()
+            elif not self.is_healthy and now_s - one.heard_s > silence_s:
+                one.abort()
 
     def close(self) -> None:
         if self._opening is not None:
@@ -412,7 +415,7 @@ class Pool:
                 if why_out is None and not upstream.is_healthy and self.settings.trusted:
                     await self._read_size(upstream)
                 upstream.note_probe(why_out, self._loop.time())
-                upstream.close_idle(self._loop.time())
+                upstream.close_idle(self._loop.time(), self.settings.silence_s)
                 self._grant()
                 await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
         finally:

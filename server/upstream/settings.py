@@ -121,7 +121,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("keep_alive and settings are for a model with a path, which this server starts itself")
         if not _PATH.fullmatch(self.health):
             raise ValueError(f"health is {self.health!r}, but must be a path such as /ready")
-        _ = self.silence_s
+        _ = self.silence_s  # is checked
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("tls_key needs tls_cert beside it")
         if not self.has_tls and (self.tls_ca is not None or self.tls_cert is not None):

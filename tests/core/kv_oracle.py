@@ -27,6 +27,7 @@ class ChainCheckingRunner(SimulatedRunner):
         self._chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_blocks)]
         self._host_chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_host_blocks)]
         self._expected: dict[int, list[int]] = {}  # by slot: the hash after each of its tokens
+        self._ids: dict[int, list[int]] = {}  # by slot: its tokens
         self.misled_rows: set[int] = set()  # of the last plan that was computed
         self._live: dict[int, list[list[int]]] = {}  # by slot: its recurrent states, each the tokens before it, a hash
         self._kept = [_SPOILED] * (limits.num_kept_states or 0)
@@ -35,7 +36,7 @@ class ChainCheckingRunner(SimulatedRunner):
     def forward(self, plan: StepPlan) -> StepPlan:
         ticket = super().forward(plan)
         for start in plan.sequence_starts:
-            self._expected[start.slot] = _chain(0, start.token_ids)
+            self._expected[start.slot], self._ids[start.slot] = _chain(0, start.token_ids), list(start.token_ids)
             self._drafted.discard(start.slot)
         if plan.host_copies is not None:
             for slot, block in plan.host_copies.offloads.items():
@@ -50,19 +51,22 @@ class ChainCheckingRunner(SimulatedRunner):
         for row, (slot, start, length) in enumerate(rows):
             expected = self._expected[slot]
             if slot in self._drafted:
-                del expected[start:]
+                del expected[start:], self._ids[slot][start:]
             self._drafted.discard(slot)
             if row in plan.num_drafts:
                 self._drafted.add(slot)
             if len(expected) < start + length:
                 last = expected[-1] if expected else 0
                 new = token_ids[offset : offset + length][len(expected) - start :]
-                expected += _chain(last, [self._last_sampled[slot] if one == PENDING else one for one in new])
+                new = [self._last_sampled[slot] if one == PENDING else one for one in new]
+                expected += _chain(last, new)
+                self._ids[slot] += new
             self._write(slot, start, expected[start : start + length])
             offset += length
         self.misled_rows.clear()
         for row, (slot, start, length) in enumerate(rows):  # a step writes all its keys and values before any are read
-            found, expected = self._read(slot, start + length), self._expected[slot][: start + length]
+            found, expected = self._read(slot, start, start + length), self._expected[slot][: start + length]
+            expected = expected[len(expected) - len(found) :]
             if _SPOILED in found:
                 self.misled_rows.add(row)
             assert all(one in (other, _SPOILED) for one, other in zip(found, expected, strict=True))
@@ -129,11 +133,18 @@ class ChainCheckingRunner(SimulatedRunner):
         for position, link in enumerate(links, start):
             self._chains[table[position // size]][position % size] = link
 
-    def _read(self, slot: int, end: int) -> list[int]:
-        num_blocks = -(-end // self.limits.block_size)
-        return list(itertools.chain.from_iterable(self._chains[block] for block in self._tables[slot][:num_blocks]))[
-            :end
-        ]
+    def _read(self, slot: int, start: int, end: int) -> list[int]:
+        """What a row of the tokens `start` to `end` sees: all, or its window."""
+        size, window = self.limits.block_size, self.limits.window
+        first = 0 if window is None else max(0, start + 1 - window)
+        blocks = self._tables[slot][first // size : -(-end // size)]
+        found = list(itertools.chain.from_iterable(self._chains[block] for block in blocks))
+        return found[first % size : end - first // size * size]
+
+    def _prefix(self, slot: int, length: int) -> memoryview:
+        if self.limits.window is None:
+            return super()._prefix(slot, length)
+        return memoryview(np.array(self._ids[slot][:length], np.int32))
 
 
 def _chain(before: int, token_ids: tuple[int, ...] | list[int]) -> list[int]:

@@ -30,6 +30,7 @@ class SchedulerMachine(SchedulerHistory):
     num_host_blocks = 0
     max_in_flight = 1
     num_kept_states: int | None = None
+    window: int | None = None
 
     @drawn_start(
         num_blocks=range(3, 15),
@@ -45,7 +46,9 @@ class SchedulerMachine(SchedulerHistory):
             vocab_size=VOCAB_SIZE,
             num_host_blocks=self.num_host_blocks,
         )
-        limits = replace(limits, max_in_flight=self.max_in_flight, num_kept_states=self.num_kept_states)
+        limits = replace(
+            limits, max_in_flight=self.max_in_flight, num_kept_states=self.num_kept_states, window=self.window
+        )
         self.start(limits, has_prefix_cache)
 
     # Rules

@@ -197,6 +197,14 @@ def _counted(one: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": one, **nulls}, "additionalProperties": False, "maxProperties": 6}
 
 
+ITEMS = "response_format.properties.k.items cannot be satisfied: no value"
+
+
+def _listed(items: dict[str, Any]) -> dict[str, Any]:
+    listed = {"type": "array", "items": items, "minItems": 1}
+    return {"type": "object", "properties": {"k": listed}, "required": ["k"]}
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -253,6 +261,10 @@ def _counted(one: Any) -> dict[str, Any]:
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
         ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
         ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
+        ({"const": [[10**30]]}, "response_format.const is beyond 2**53"),
+        (_listed({"type": "string", "minLength": 5, "pattern": "^a{1,3}$"}), f"{ITEMS} fits its minLength and pattern"),
+        (_listed({"type": "string", "format": "date", "maxLength": 5}), f"{ITEMS} fits its maxLength and format"),
+        (_listed({"enum": ["a"], "pattern": "^b"}), f"{ITEMS} fits its enum and pattern"),
         (False, "must be a JSON schema"),
         ([], "must be a JSON schema"),
         (None, "must be a JSON schema"),
@@ -592,6 +604,8 @@ UNIONS: list[dict[str, Any]] = [
     {"oneOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
     {"type": ["string", "null"], "maxLength": 2},
     {"type": ["string", "integer"], "maxLength": 3},
+    {"maxLength": 3},
+    {"pattern": "^ab?$", "minimum": 5},
     {"type": ["string", "integer"], "minimum": -7, "exclusiveMaximum": 105, "maxLength": 1},
     {"anyOf": [{"enum": ["x"]}, {"type": "integer", "minimum": 0.5, "maximum": 1234}]},
     {"anyOf": [{"enum": ["x"]}, {"type": "number", "exclusiveMinimum": -2, "maximum": 11}]},
@@ -626,6 +640,9 @@ def test_what_a_format_cannot_hold_is_named() -> None:
     with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
         required_calls(TOOL_FORMATS["pythonic"], tools)
     required_calls(TOOL_FORMATS["hermes"], tools)
+    union = {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}
+    with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'anyOf'")):
+        required_calls(TOOL_FORMATS["xml"], [Tool("f", {"type": "object", "properties": {"a": union}})])
 
 
 def test_a_refused_tool_is_named_by_its_keyword() -> None:

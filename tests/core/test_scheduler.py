@@ -294,6 +294,23 @@ def test_out_of_blocks_the_latest_arrival_of_the_lowest_priority_gives_way() -> 
     assert {sequence.request_id for sequence in scheduler.states.running} == {"old", "urgent"}
 
 
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+def test_blocks_behind_the_window_are_given_back_while_a_sequence_runs(has_prefix_cache: bool) -> None:
+    limits = replace(small_limits(), window=8)  # blocks of 4 tokens, 16 of a step
+    scheduler = Scheduler(limits, (), seeds=lambda: 77, has_prefix_cache=has_prefix_cache)
+    scheduler.submit(make_request("a", 60, max_tokens=100))
+    num_used = []
+    for _ in range(100):
+        made = plan(scheduler)
+        num_used.append(scheduler.pool.num_used)
+        answer(scheduler, made)
+    assert num_used[0] == 16  # all of the prompt and the next token
+    assert max(num_used[10:]) <= 6
+    scheduler.submit(make_request("b", 60, max_tokens=1, prompt_ids=make_request("a", 60).prompt_ids))
+    usage = [chunk.usage for _ in range(3) for chunk in step(scheduler).chunks if chunk.usage is not None]
+    assert usage[0].num_cached_tokens == (56 if has_prefix_cache else 0)  # they are still found
+
+
 def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:
     scheduler = make_scheduler(make_request(num_prompt_tokens=20, max_tokens=9))
     step(scheduler)

@@ -68,8 +68,25 @@ class RecurrentOverlapMachine(RecurrentMachine):
     max_in_flight = 2
 
 
+class WindowMachine(OffloadMachine):
+    """All layers see few tokens: blocks are given back while their sequence runs."""
+
+    window = 3
+
+    @invariant()
+    def what_is_dropped_is_behind_the_window(self) -> None:
+        for table in (s.table for s in getattr(self, "present", ())):
+            no_blocks = [index for index, block in enumerate(table.blocks) if block == self.scheduler.pool.no_block]
+            assert no_blocks == list(range(table.num_dropped))
+
+
+class WindowOverlapMachine(WindowMachine):
+    num_host_blocks = 0
+    max_in_flight = 2
+
+
 MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
-MACHINES += (RecurrentMachine, RecurrentOverlapMachine)
+MACHINES += (RecurrentMachine, RecurrentOverlapMachine, WindowMachine, WindowOverlapMachine)
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SHORT_HISTORIES
@@ -85,3 +102,7 @@ TestRecurrent = RecurrentMachine.TestCase
 TestRecurrent.settings = settings(SHORT_HISTORIES, max_examples=60)
 TestRecurrentOverlap = RecurrentOverlapMachine.TestCase
 TestRecurrentOverlap.settings = settings(SHORT_HISTORIES, max_examples=40)
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = settings(SHORT_HISTORIES, max_examples=50)
+TestWindowOverlap = WindowOverlapMachine.TestCase
+TestWindowOverlap.settings = settings(SHORT_HISTORIES, max_examples=50)

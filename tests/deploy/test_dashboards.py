@@ -101,7 +101,7 @@ def promtool(*arguments: str | Path, path: Path) -> str:
 
 @needs_promtool
 def test_prometheus_takes_the_alerts_and_the_dashboards_queries(tmp_path: Path) -> None:
-    assert "16 rules found" in promtool("check", "rules", path=ALERTS)
+    assert "17 rules found" in promtool("check", "rules", path=ALERTS)
     queries = [query.replace("$__rate_interval", "5m").replace("$instance", ".*") for query in dashboard_queries()]
     rules = [{"record": f"query:{i}", "expr": query} for i, query in enumerate(queries)]
     path = tmp_path / "queries.yaml"

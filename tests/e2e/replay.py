@@ -22,6 +22,7 @@ from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.tool_formats import FORMATS, markers_of
 from core.types import StepDelivery
+from server.api.fields import PoolingStyle
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine
 from server.model_files import ModelFiles
@@ -115,7 +116,7 @@ def _allows(mask: Int32Array | None, token_id: int) -> bool:
 
 
 def playing(
-    form: str, play: Play, cut_seed: int | None = None, **settings: Any
+    form: str, play: Play, cut_seed: int | None = None, pooling: PoolingStyle | None = None, **settings: Any
 ) -> AbstractAsyncContextManager[Running]:
     """A server of a model that writes calls in this format."""
     tokenizer = tokenizer_of(form)
@@ -133,7 +134,7 @@ def playing(
         runner.marks, runner.cut_seed = tokenizer.special_ids | {one for one in marks if one is not None}, cut_seed
         special = {"bos_token": "<|begin|>", "eos_token": end_of(form)}
         template = ChatTemplate({"default": TOOL_TEMPLATES[form]}, special, limits.max_model_len)
-        files = ModelFiles(Path("/"), CONFIG, tokenizer, template, {"temperature": 0.0}, (end_id,))
+        files = ModelFiles(Path("/"), CONFIG, tokenizer, template, {"temperature": 0.0}, (end_id,), pooling)
         facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "played", 4096, "the model's own", limits)
         scheduler = Scheduler(limits, (end_id,), lambda: 1)
         return LoadedEngine(Engine(scheduler, runner, clock, inbox, deliver), files, facts, scheduler.stats())

@@ -2,19 +2,25 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.engine_loader import DEMO_DIRECTORY, DEMO_NAME
 from tests.e2e.replay import playing, written_calls, written_text
+from tests.e2e.server_process import ServerProcess
 from tests.server.running_server import run
+from tests.server.test_embeddings import STYLE
 
 HERE, INSTALLED = Path(__file__).parent / "clients", Path(sys.prefix) / "clients"
-PYTHON = INSTALLED / "bin" / "python"
+PYTHON, GUIDELLM = INSTALLED / "bin" / "python", INSTALLED / "guidellm" / "bin" / "guidellm"
+LIMIT_S = 120.0  # for a program that hangs
 HAS_AI_SDK = shutil.which("node") is not None and (INSTALLED / "node_modules" / "ai").is_dir()
 ANSWER, ADA = "It is 21 °C.", {"name": "Ada", "born": 1815}
 
@@ -39,7 +45,7 @@ def what_comes_of(form: str, *command: str) -> Any:
     found: list[Any] = []
 
     async def scenario() -> None:
-        async with playing(form, lambda prompt: play(form, prompt)) as running:
+        async with playing(form, lambda prompt: play(form, prompt), pooling=STYLE) as running:
             url = f"http://127.0.0.1:{running.server.listener.port}/v1"
             arguments = [url if one == "URL" else one for one in command]
             pipe = asyncio.subprocess.PIPE
@@ -63,6 +69,7 @@ CASES = {
     "pydantic_ai": [ANSWER, ANSWER, *[ADA] * 6] * 2,
     "litellm": [*[[ANSWER, 4]] * 8, ADA],
     "llama_index": [ANSWER, ANSWER, ADA],
+    "embeddings": [True, [True, True, STYLE.num_dims], [[1, 1.0]]],
 }
 
 
@@ -71,9 +78,32 @@ def test_an_agent_calls_reads_the_result_and_answers(package: str) -> None:
     assert what_comes_of("hermes", str(PYTHON), str(HERE / "agent_packages.py"), package, "URL") == CASES[package]
 
 
+@pytest.mark.skipif(not HAS_AI_SDK, reason="needs openai for Node: install node and npm, then make clients")
+def test_openais_sdk_in_node_streams_calls_and_embeds() -> None:
+    called, items = ["get_weather", {"city": "Köln", "days": 2}], ["function_call", "message"]
+    found = what_comes_of("hermes", "node", str(HERE / "openai_sdk.mjs"), "URL", str(INSTALLED))
+    assert found == [ANSWER, called, ANSWER, items, [STYLE.num_dims] * 2]
+
+
 @pytest.mark.skipif(not HAS_AI_SDK, reason="needs Vercel's AI SDK: install node and npm, then make clients")
 @pytest.mark.parametrize("form", ["hermes", "xml", "mistral"])
 def test_vercels_sdk_calls_reads_the_result_and_answers(form: str) -> None:
     steps = ["tool-calls", "stop"]
     found = what_comes_of(form, "node", str(HERE / "ai_sdk.mjs"), "URL", str(INSTALLED))
     assert found == [ANSWER, steps, ANSWER, steps, ADA, ADA]
+
+
+@pytest.mark.skipif(not GUIDELLM.is_file(), reason="needs guidellm: make clients")
+def test_guidellm_measures_each_of_its_requests(demo: ServerProcess, tmp_path: Path) -> None:
+    report, asked = tmp_path / "report.json", ("prompt_tokens=32", "output_tokens=8")
+    command = [str(GUIDELLM), "run", "--disable-console", "--profile", "kind=synchronous"]
+    command += ["--backend", f"kind=openai_http,target={demo.url},model={DEMO_NAME}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={DEMO_DIRECTORY}"]
+    command += ["--data", ",".join(("kind=synthetic_text", *asked)), "--constraint", "kind=max_requests,count=5"]
+    command += ["--output", f"kind=json,path={report}"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S, env=environment)
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert (len(requests["successful"]), requests["errored"], requests["incomplete"]) == (5, [], [])
+    assert {one["output_tokens"] for one in requests["successful"]} == {8}

@@ -1,6 +1,6 @@
 """The anthropic package, as its users have it, against a real server."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -66,6 +66,25 @@ def test_a_stop_sequence_is_told(client: Anthropic) -> None:
     answer = ask(client, stop_sequences=[text[3:5]])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", text[3:5])
     assert answer.content[0].text == text[: text.index(text[3:5])]
+
+
+def test_models_and_errors_have_its_shapes(client: Anthropic) -> None:
+    (model,) = client.models.list(limit=1)
+    assert (model.type, model.id, model.display_name, model.lifecycle) == ("model", MODEL, MODEL, "active")
+    assert client.models.retrieve(MODEL) == model
+    assert client.models.list(after_id=MODEL).data == client.models.list(before_id=MODEL).data == []
+    asks: list[tuple[Callable[[], Any], int]] = [
+        (lambda: client.models.retrieve("none"), 404),
+        (lambda: client.models.list(after_id="none"), 400),
+        (lambda: client.messages.batches.list(), 404),
+    ]
+    for ask_for, status in asks:
+        with pytest.raises(anthropic.APIStatusError) as refused:
+            ask_for()
+        assert refused.value.status_code == status
+        assert isinstance(refused.value.body, dict)
+        assert refused.value.body["type"] == "error"
+        assert refused.value.request_id
 
 
 def test_a_forced_tool_is_called_and_its_result_taken(demo: ServerProcess) -> None:
@@ -139,3 +158,44 @@ def test_a_loop_of_tools_whole_and_streamed_in_every_format(form: str) -> None:
                         ]
 
     run(scene)
+
+
+def test_a_coding_session_finds_what_it_has_sent_before() -> None:
+    """Requests as a coding agent shapes them: a billing header that is another each time, marks, a beta's fields."""
+    rules, shares = "You are a coding agent. " + "Read before you write, and run the tests. " * 250, []
+
+    async def scene() -> None:
+        async with playing("hermes", play("hermes", "I look.")) as running:
+            url = f"http://127.0.0.1:{running.server.listener.port}"
+            async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+                turns: list[Any] = [QUESTION]
+                for i in range(3):
+                    header = f"x-anthropic-billing-header: cc_version=2.1.{i}; cch={i * 7919:05x};"
+                    mark: Any = {"cache_control": {"type": "ephemeral"}}
+                    asked: Any = {
+                        "model": PLAYED,
+                        "max_tokens": 300,
+                        "system": [{"type": "text", "text": header}, {"type": "text", "text": rules, **mark}],
+                        "messages": [*turns[:-1], turns[-1]],
+                        "tools": CITY_TOOLS,
+                        "metadata": {"user_id": f"user_{i}"},
+                    }
+                    edits = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+                    counted = await client.messages.count_tokens(
+                        **{k: asked[k] for k in asked.keys() - {"max_tokens", "metadata"}}
+                    )
+                    async with client.messages.stream(**asked, extra_body=edits) as stream:
+                        answer = await stream.get_final_message()
+                    usage = answer.usage
+                    assert usage.cache_creation_input_tokens == 0
+                    cached = usage.cache_read_input_tokens or 0
+                    assert usage.input_tokens + cached == counted.input_tokens
+                    shares.append(cached / counted.input_tokens)
+                    turns.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+                    calls = [block for block in answer.content if block.type == "tool_use"]
+                    results = [{"type": "tool_result", "tool_use_id": one.id, "content": "21 degrees"} for one in calls]
+                    turns.append({"role": "user", "content": results or "And tomorrow?"})
+
+    run(scene)
+    assert shares[0] == 0
+    assert min(shares[1:]) >= 0.95, shares

@@ -236,14 +236,19 @@ def page_server(body: str) -> Iterator[tuple[str, Queue[Any]]]:
 
 @pytest.mark.slow
 @needs("chromium", "chromium")
-def test_page_in_chromium_streams_and_aborts_across_origins(
+def test_page_in_chromium_streams_aborts_and_resumes_across_origins(
     spawn: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     with page_server(json.dumps(STREAM)) as (origin, told):
         server = spawn("--cors-origin", origin, "--api-key", API_KEY)
-        server.wait_ready()
+        open_server = spawn("--cors-origin", origin)
+        for one in (server, open_server):
+            one.wait_ready()
         command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-        command += [f"--user-data-dir={tmp_path}/chromium", f"{origin}/page.html?url={server.url}"]
+        command += [
+            f"--user-data-dir={tmp_path}/chromium",
+            f"{origin}/page.html?url={server.url}&open={open_server.url}",
+        ]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
             try:
                 answer = told.get(timeout=LIMIT_S)
@@ -253,4 +258,6 @@ def test_page_in_chromium_streams_and_aborts_across_origins(
         assert is_whole(answer["whole"]["text"])
         assert answer["whole"]["id"], "the page may read its headers"
         assert answer["aborted"]["error"] == "AbortError"
+        assert is_whole(answer["resumed"]["text"])
+        assert answer["resumed"]["ids"] == list(range(1, len(answer["resumed"]["ids"]) + 1))
         assert server.metrics(API_KEY)["steploop_disconnects_total"] == 1

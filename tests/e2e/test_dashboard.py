@@ -7,11 +7,13 @@ import threading
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.gate.identity import Scope, create_key
 from tests.e2e.conftest import API_KEY, MODEL
 from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import post
@@ -20,6 +22,19 @@ from tests.e2e.test_clients import needs
 
 LONG = {"model": MODEL, "prompt": "What is a step?", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
+MARKUP = "<img src=x onerror=document.title=1>"
+TENANTS = """
+keys_file = "{keys}"
+[slo]
+ttft_p50_ms = 0.01
+[prices."*"]
+completion = 1000
+[[tenants]]
+name = "acme"
+limits = {{ tokens_per_minute = 100_000, money_per_day = 0.02 }}
+[[tenants]]
+name = "operators"
+"""
 FAILURES = "Runtime.exceptionThrown", "Log.entryAdded"
 
 
@@ -150,4 +165,88 @@ def test_an_operator_signs_in_sees_a_request_cancels_it_and_looks_at_its_stages(
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert "What is a step" not in page.evaluate("document.documentElement.outerHTML")
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie].join()") == "0,0,"
+        assert page.failures == []
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_by_keyboard(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    now, keys, config = datetime.now(UTC), tmp_path / "keys.json", tmp_path / "tenants.toml"
+    config.write_text(TENANTS.format(keys=keys))
+    admin, _ = create_key(keys, now, "operators", scopes=(Scope.ADMIN,))
+    acme, _ = create_key(keys, now, "acme", label=MARKUP)
+    server = spawn("--config", str(config), "--served-model-name", MARKUP)
+    server.wait_ready()
+    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
+
+    def ask() -> int:
+        body = LONG | {"model": MARKUP, "max_tokens": 17, "stream": False}
+        return post(server.port, "/v1/completions", body, acme).status
+
+    with browsing(tmp_path) as page:
+
+        def type_into(place: str, text: str) -> None:
+            page.evaluate(f"document.getElementById({place!r}).focus()")
+            page.call("Input.insertText", text=text)
+
+        def press_button(label: str) -> None:
+            page.wait(f"document.querySelector('[aria-label^={json.dumps(label)}]') !== null")
+            page.evaluate(f"document.querySelector('[aria-label^={json.dumps(label)}]').focus()")
+            page.press("Enter", 13, "\r")
+            page.wait("document.getElementById('choice').open")
+
+        def confirm() -> None:
+            page.evaluate("document.getElementById('choice-yes').focus()")
+            page.press("Enter", 13, "\r")
+            page.wait("!document.getElementById('choice').open")
+
+        page.look_like(1280, "light")
+        page.call("Page.navigate", url=f"{server.url}/dashboard")
+        page.wait("document.activeElement.id === 'key'")
+        page.failures.clear()
+        type_into("key", admin)
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('block').textContent.includes('free')")
+        assert ask() == 200
+        page.wait("document.getElementById('promises').innerText.includes('✗ broken')")
+        page.wait("document.getElementById('step').textContent.includes('median')")
+        page.evaluate("document.getElementById('steps').focus()")
+        page.press("ArrowLeft", 37)
+        page.wait("document.getElementById('step').textContent.includes('decoded tokens in')")
+        page.wait("document.getElementById('block').textContent.includes(' cached')")
+        page.evaluate("document.getElementById('blocks').focus()")
+        page.wait("/Block 0: cached, prefix \\d+, of acme/.test(document.getElementById('block').textContent)")
+        page.evaluate("document.getElementById('by-tenant').click()")
+        page.wait("document.getElementById('tenants').innerText.includes('0.017 of 0.02, 85 %')")
+        assert ask() == 429
+        press_button("Change the limits of acme")
+        page.evaluate("document.querySelector('[name=money_per_day]').value = 1")
+        page.save(shown / "dashboard-limits.png")
+        confirm()
+        page.wait("document.getElementById('tenants').innerText.includes('0.017 of 1')")
+        assert ask() == 200
+        type_into("new-label", MARKUP)
+        page.press("Enter", 13, "\r")
+        page.wait("document.activeElement.id === 'created-key'")
+        created = page.evaluate("document.getElementById('created-key').value")
+        assert post(server.port, "/v1/completions", LONG | {"model": MARKUP, "max_tokens": 1}, created).status == 200
+        press_button(f"Revoke the key {created[:11]}")
+        confirm()
+        page.wait("document.getElementById('tenants-told').textContent.includes('is revoked')")
+        assert post(server.port, "/v1/completions", LONG, created).status == 401
+        page.evaluate("document.querySelector('#ended button').click()")
+        page.wait("document.getElementById('beside').innerText.includes('None.')")
+        page.press("Escape", 27)
+        type_into("search", "ACME")
+        page.wait("document.getElementById('num-ended').textContent === '3 of 3'")
+        type_into("search", "x")
+        page.wait("document.getElementById('ended').innerText.includes('None is like that.')")
+        page.look_like(390, "dark")
+        page.save(shown / "dashboard-tenants-phone.png")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert MARKUP in page.text
+        assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
+        assert "What is a step" not in page.evaluate("document.documentElement.outerHTML")
         assert page.failures == []

@@ -1,10 +1,12 @@
 """The openai package, as its users have it, against a real server."""
 
 import asyncio
+import base64
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -12,6 +14,9 @@ from pydantic import BaseModel, Field
 
 from tests.e2e.conftest import API_KEY, MODEL
 from tests.e2e.server_process import ServerProcess
+from tests.server.running_server import load_with, run, serving
+from tests.server.simulated_server import MODEL as SERVED
+from tests.server.test_embeddings import STYLE, vector_of
 
 MESSAGES: Any = [
     {"role": "system", "content": "Answer briefly."},
@@ -238,3 +243,26 @@ def test_what_lm_eval_asks_is_answered(client: OpenAI, server: ServerProcess) ->
     stop = [f"{i}:" for i in range(16)]
     assert len(complete(client, "a", n=64, max_tokens=2, stop=stop).choices) == 64
     assert httpx.get(f"{server.url}/version").json().keys() == {"version"}
+
+
+def test_embeddings_in_both_forms_and_each_kind_of_input() -> None:
+    async def scene() -> None:
+        async with serving(load_with(pooling=STYLE)) as running:
+            url = f"http://127.0.0.1:{running.server.listener.port}/v1"
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                for given in ("hello", ["hello", "there you are"], [5, 6], [[5, 6], [7]]):
+                    for fields in ({}, {"encoding_format": "float"}, {"encoding_format": "base64", "dimensions": 3}):
+                        found = await client.embeddings.create(model=SERVED, input=given, **fields)  # type: ignore[call-overload]
+                        texts: Any = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+                        assert [one.index for one in found.data] == list(range(len(texts)))
+                        for one, text in zip(found.data, texts, strict=True):
+                            read = one.embedding
+                            if isinstance(read, str):  # asked for as base64, it stays that
+                                read = np.frombuffer(base64.b64decode(read), "<f4").tolist()
+                            assert read == pytest.approx(vector_of(text, len(read)), abs=1e-6)
+                        assert found.usage.total_tokens == found.usage.prompt_tokens > 0
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await client.embeddings.create(model=SERVED, input="", dimensions=3)
+                assert refused.value.param == "input"
+
+    run(scene)

@@ -91,6 +91,25 @@ def test_newer_families_give_the_same_tokens_as_their_safetensors(name: str, tmp
     assert greedy(file) == greedy(source)
 
 
+STATE_SPACES: dict[str, dict[str, Any]] = {
+    "granite_hybrid": {},
+    "granite_hybrid_dense": {},
+    "falcon_h1": {},
+    "falcon_h1_normed": {"mamba_norm_before_gate": False},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention"]}
+    | {"n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("name", list(STATE_SPACES))
+def test_state_spaces_give_the_same_tokens_as_their_safetensors(name: str, tmp_path: Path, model_directory) -> None:
+    source = copied(model_directory(name), tmp_path / "plain", lambda t: t, **STATE_SPACES[name])
+    tensors = load_file(source / "model.safetensors")
+    if name == "nemotron_h":
+        save_file({n: t for n, t in tensors.items() if ".layers.4." not in n}, source / "model.safetensors")
+    assert greedy(write_gguf(source, tmp_path / "model.gguf")) == greedy(source)
+
+
 @pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_the_largest_gemma_scales_scores_by_its_width(name: str, num_layers: int, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,22 +15,23 @@ from torch import Tensor
 
 from core.config import parse_model_config
 from core.drafter import DraftBudget
-from core.drafts import DraftWish
+from core.drafts import DraftModel, DraftWish
 from core.scheduler import Scheduler
-from core.types import SamplingParams
+from core.types import EngineStats, Request, SamplingParams
 from gpu.checkpoint import open_checkpoint
 from gpu.device import choose_device
+from gpu.draft_model import DraftRunner
 from gpu.memory_plan import estimate, mtp_bytes
 from gpu.mtp import MtpDrafts
 from gpu.runner import ModelRunner
 from tests import oracle
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, make_request
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import make_plan
 from tests.gpu.test_overlap import EOS, draw_workload
 from tests.gpu.test_speculation import run, with_every_setting
 from tests.oracle import Oracle, read_config, save_random_model
-from tests.workload import Outcome, WorkloadRun
+from tests.workload import Ending, Outcome, Workload, WorkloadRun
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3")
 PROMPT = random.Random(5).choices(range(3, 300), k=37)
@@ -251,3 +253,58 @@ def test_a_head_that_is_not_whole_is_left_out(
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     assert open_runner(tmp_path).drafts is None
     assert "it lacks model.layers.2.hnorm.weight" in caplog.text
+
+
+def said_of(
+    runner: ModelRunner, model: DraftModel | None, requests: list[Request], speculates: bool
+) -> tuple[dict[str, list[Ending]], EngineStats]:
+    """What they are answered together."""
+    scheduler = Scheduler(runner.limits, (EOS,), seeds=lambda: 0, speculates=speculates, draft_model=model)
+    found = WorkloadRun(Workload([(0, one) for one in requests]), scheduler, runner, FakeClock()).run()
+    if model is not None:
+        model.clear()
+    return {name: one.endings for name, one in found.items()}, scheduler.stats()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("all_pay")
+def test_500_of_500_requests_are_answered_alike_with_drafts_and_without(
+    model_directory: Callable[[str], Path], with_head: Callable[[str], tuple[Path, Path]]
+) -> None:
+    """Greedy and sampled, alone and in company, in bf16 and float32; a random model's own head is seldom right."""
+    num_alike, drafted, accepted = 0, Counter[str](), Counter[str]()
+    for dtype in ("float32", "bfloat16"):
+        for drafter, directory in (
+            ("suffix", model_directory("llama3")),
+            ("model", model_directory("llama3")),
+            ("mtp", with_head("qwen3_5")[1]),
+        ):
+            runner = open_runner(directory, replace(ENGINE, dtype=dtype))
+            runner.limits = replace(runner.limits, timed_rows=())
+            model = runner.drafts if drafter == "mtp" else None
+            if drafter == "model":
+                own = open_runner(directory, replace(ENGINE, dtype=dtype, mtp=False))
+                model = DraftRunner(own, runner.limits.vocab_size)
+            rng = random.Random(f"{dtype} {drafter}")
+            for _ in range(4):
+                requests = [
+                    make_request(
+                        str(number),
+                        prompt_ids=tuple(rng.choices(range(3, 300), k=rng.randint(2, 30)) * rng.choice((1, 2))),
+                        max_tokens=24,
+                        seed=number,
+                        temperature=(0.0, 0.9)[number % 2],
+                        ignore_eos=True,
+                    )
+                    for number in range(21)
+                ]
+                wanted, _ = said_of(runner, None, requests, speculates=False)
+                for some in (requests, *([request] for request in requests)):
+                    found, stats = said_of(runner, model, some, speculates=True)
+                    assert found == {one.request_id: wanted[one.request_id] for one in some}, (dtype, drafter)
+                    drafted.update(stats.draft_tokens)
+                    accepted.update(stats.accepted_tokens)
+                num_alike += len(requests)
+    assert num_alike == 504
+    assert min(drafted[name] for name in ("suffix", "model", "mtp")) > 200
+    assert min(accepted[name] for name in ("suffix", "model")) > 100

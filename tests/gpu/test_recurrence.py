@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from core.config import parse_model_config
@@ -147,10 +146,3 @@ def test_experts_may_lie_in_one_tensor(model_directory: Callable[[str], Path], t
     plan = make_plan([(0, 0, SHARED, True)], tables=[(0, index, index) for index in range(4)])
     apart, stacked = (open_runner(one).forward(plan).sent.logits for one in (source, tmp_path))
     assert torch.equal(apart, stacked)
-
-
-def test_no_drafts_are_verified(model_directory: Callable[[str], Path]) -> None:
-    runner = open_runner(model_directory("lfm2"))
-    request = structs.replace(ask("r", [5, 6, 7] * 10), prediction_ids=tuple([5, 6, 7] * 10))
-    _, scheduler = run(runner, Workload([(0, request)]))
-    assert not any(scheduler.stats().draft_tokens.values())

@@ -17,11 +17,14 @@ from tests.server.simulated_server import (
     TOKENIZER,
     SimulatedServer,
     answers,
+    as_caller,
     ask,
     chat,
     completion,
+    keyed_tenant,
     refusal_of,
     request,
+    serving,
 )
 
 
@@ -319,6 +322,12 @@ def test_the_tokenizer_is_told_as_evaluation_wants_it() -> None:
     assert plain == TOKENIZER.encode(text, add_special_tokens=False)
 
 
+def test_what_tells_of_the_tokenizer_is_counted() -> None:
+    with serving(tenants=(keyed_tenant("acme", "key", limits=Limits(requests_per_minute=1)),)) as server:
+        asked = as_caller(request("GET", "/tokenizer_info"), "key")
+        assert [server.ask(asked, "GET").status for _ in range(2)] == [200, 429]
+
+
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_a_batch_of_256_prompts_is_one_request_that_leaves_nothing_behind(num_sequences: int) -> None:
     """Its tokens are reserved for each prompt and answer, and settled; one over the quota is refused whole."""
@@ -334,7 +343,7 @@ def test_a_batch_of_256_prompts_is_one_request_that_leaves_nothing_behind(num_se
 
     def batch(num_tokens: int) -> Any:
         data = completion(prompt=[[5 + i % 40] * num_tokens for i in range(256)], **fields)
-        return server.ask(data.replace(b"Host: a", b"Host: a\r\nAuthorization: Bearer k", 1))
+        return server.ask(data.replace(b"Host: localhost", b"Host: localhost\r\nAuthorization: Bearer k", 1))
 
     assert (batch(100).status, batch(100).headers["x-ratelimit-remaining-tokens"]) == (429, "20000")
     answer = batch(8)

@@ -213,6 +213,9 @@ def test_files_are_listed_read_and_deleted(served: SimulatedServer) -> None:
         (request("GET", "/v1/batches/batch_none"), 404, None),
         (request("POST", "/v1/batches/batch_none/cancel"), 404, None),
         (request("GET", "/v1/files?limit=0"), 400, "limit"),
+        (request("GET", "/v1/files?order=newest"), 400, "order"),
+        (request("GET", "/v1/files?after=file-none"), 400, "after"),
+        (request("GET", "/v1/batches?after=batch_none"), 400, "after"),
     ],
 )
 def test_what_is_refused(served: SimulatedServer, data: bytes, status: int, param: str | None) -> None:

@@ -1,16 +1,20 @@
 """Prompts that do not fit, through the whole server: what is left out is told, in the answer and in the ledger."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.chat_template import ChatTemplate
 from core.context_policy import Policy
+from tests.core.chat_templates import CHATML
 from tests.server.inline_ledger import rows
 from tests.server.simulated_server import (
     LIMITS,
     STREAM,
+    TOKENIZER,
     as_caller,
     ask,
     chat,
@@ -113,9 +117,28 @@ def test_every_surface_tells_what_was_left_out(stream: bool) -> None:
         for path, body in (
             ("/v1/messages", chats),
             ("/api/chat", chats),
+            ("/api/generate", {"prompt": "and now?", "max_tokens": 12}),
             ("/v1/responses", {"input": HISTORY, "max_output_tokens": 12}),
             ("/completion", {"prompt": [50] * 500, "context_policy": "middle"}),
         ):
             answer = server.ask(request("POST", path, asked | body))
             assert answer.status == 200
             assert b'"kept_tokens"' in answer.body, path
+
+
+def test_documents_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    """The lowest go, by their scores; the answer is that of the prompt without them, and the ledger has it."""
+    showing = "{% for one in documents or [] %}[{{ one.text }}]{% endfor %}" + CHATML
+    documents = [{"id": f"d{score}", "score": score, "text": f"{score} {'word ' * 6}"} for score in (2, 0, 3, 1)]
+    room = round(2.5 * len(TOKENIZER.encode(documents[0]["text"])))
+    with serving(ledger=tmp_path / "ledger.db") as server:
+        own = server.generations.known_own
+        template = ChatTemplate({"default": showing}, {}, LIMITS.max_model_len)
+        server.generations.own = own._replace(reader=replace(own.reader, chat_template=template))
+        policy = {"type": "drop_lowest_documents", "budgets": {"documents": room}}
+        answer = server.ask(chat(documents=documents, context_policy=policy))
+        context = told(answer)
+        assert context["dropped"] == [{"document": "d0"}, {"document": "d1"}]
+        same = server.ask(chat(documents=[documents[0], documents[2]]))
+        assert (same.text(), same.usage["prompt_tokens"]) == (answer.text(), context["kept_tokens"])
+    assert [row.context and json.loads(row.context) for row in rows(tmp_path / "ledger.db")] == [context, None]

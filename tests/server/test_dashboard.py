@@ -1,12 +1,15 @@
 """The dashboard: who may look, what its stream shows and to how many, and what protects its page."""
 
+from base64 import b64decode
 from ipaddress import ip_address
+from struct import iter_unpack
 from typing import Any
 
 import pytest
 
-from core.types import EngineStats
-from server.dashboard import FILES, PROTECTION
+from core.types import EngineStats, Watch
+from core.watch import STATES
+from server.dashboard import ASK_S, FILES, PROTECTION
 from server.gate.cross_origin import is_operators
 from server.gate.identity import Scope
 from server.observing.live import COLUMNS, MAX_POINTS, MAX_VIEW_S, MAX_VIEWERS, POINT_S, TICK_S, History, quantile_ms
@@ -173,6 +176,34 @@ def test_the_stream_shows_requests_as_they_go_and_nothing_of_what_they_say() -> 
         assert {one["id"]: one["reason"] for one in ended if one["reason"] != "length"} == {gone: "request_cancelled"}
         assert events[-1]["requests"] == []
         assert b"engine" not in viewer.received.split(b"\r\n\r\n", 1)[1]
+
+
+def test_steps_and_blocks_are_told_while_somebody_looks_and_the_engine_is_asked_for_nothing_else() -> None:
+    with serving(keys=(KEY,)) as server:
+        asked = as_caller(completion(prompt="The engine", max_tokens=40), KEY)
+        server.ask(asked)
+        assert not any(isinstance(message, Watch) for message in server.posted)
+        viewer = look(server)
+        server.ask(asked)
+        server.run_for(3 * ASK_S)
+        events = frames_of(viewer)
+        steps = [step for event in events for step in event["steps"]]
+        assert (sum(step[1] for step in steps), sum(step[2] for step in steps)) == (
+            3,
+            39,
+        )  # the rest of the prompt was cached
+        assert all(step[3] > 0 for step in steps)
+        maps = [found for event in events for found in event["blocks"]]
+        assert 1 <= len(maps) < len(events)  # only where it differs
+        last = maps[-1]
+        cells = [cell & 7 for (cell,) in iter_unpack("<H", b64decode(last["cells"]))]
+        assert (len(cells), STATES[max(cells)]) == (64, "cached")
+        assert {name for _, name in last["owners"]} == {"others", "local"}
+        viewer.reset()
+        num_asked = sum(isinstance(message, Watch) for message in server.posted)
+        server.ask(asked)
+        server.run_for(10 * ASK_S)
+        assert sum(isinstance(message, Watch) for message in server.posted) == num_asked
 
 
 def test_a_frame_is_made_once_for_all_viewers_and_none_while_nobody_looks() -> None:

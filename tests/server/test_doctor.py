@@ -1,6 +1,8 @@
 """The report: facts, what stands in the way, and the exit code that follows."""
 
 import io
+import json
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -18,8 +20,9 @@ from server.commands.doctor import (
     version_section,
 )
 from server.commands.hub import NotFetched
+from server.config import ServerConfig
 from server.config_sources import load_config
-from server.engine_loader import Fact, machine_facts, plan_facts
+from server.engine_loader import DEMO_DIRECTORY, Fact, machine_facts, plan_facts
 from server.listening.sockets import Bind, TcpAddress, bind_value
 from tests.server.given_settings import typed
 from tests.server.tiny_model import CONTEXT, write_tiny_model
@@ -110,3 +113,26 @@ def test_each_bind_is_tried_where_it_can_be(tmp_path: Path) -> None:
     assert not path.exists()
     assert try_bind(FREE_PORT) == "127.0.0.1, on a free port"
     assert try_bind(bind_value("systemd:front")) == "systemd:front, as systemd passes it"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "token", "why"), [("Lfm2", "", "recurrent layers"), ("Llama", "x", "token 5 is")]
+)
+def test_a_draft_model_that_does_not_go_with_the_model_is_refused(
+    tmp_path: Path, architecture: str, token: str, why: str
+) -> None:
+    """From its files alone: there are no weights."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_DIRECTORY / name, tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    if token:
+        words = tokenizer["model"]["vocab"]
+        first, second = (next(word for word, i in words.items() if i == number) for number in (5, 6))
+        words[first], words[second] = 6, 5
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((DEMO_DIRECTORY / "config.json").read_text())
+    config |= {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
+    config |= {"full_attn_idxs": [0]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=why):
+        plan_facts(ServerConfig(draft=tmp_path))

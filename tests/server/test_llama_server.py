@@ -97,6 +97,18 @@ def test_a_completion_says_what_llama_servers_does(server: SimulatedServer) -> N
         assert server.ask(request("POST", "/completion", {"prompt": "a"} | bad)).json["error"]["param"] == param
 
 
+def test_no_token_more_than_the_prompt(server: SimulatedServer) -> None:
+    """It is computed, and the next request finds it."""
+    prompt = "The engine waits for blocks, and then it does not. " * 3
+    first = server.ask(request("POST", "/completion", {"prompt": prompt, "n_predict": 0})).json
+    assert (first["content"], first["tokens_predicted"], first["stop_type"]) == ("", 0, "limit")
+    streamed = server.ask(request("POST", "/completion", {"prompt": prompt, "n_predict": 0, "stream": True}))
+    assert b'"stop":true' in streamed.body
+    again = server.ask(request("POST", "/completion", {"prompt": prompt, "n_predict": 1})).json
+    assert again["tokens_cached"] >= first["tokens_evaluated"] - server.limits.block_size
+    server.check_idle()
+
+
 def test_props_and_slots_tell_what_clients_look_for(server: SimulatedServer) -> None:
     (model,) = server.generations.reader.cards
     numbers = {"max_sequences": 8, "max_batch_tokens": 16, "num_kv_tokens": 256}

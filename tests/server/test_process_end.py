@@ -176,7 +176,7 @@ async def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_as
     idle_reader, idle_writer = await open_with(server, b"POST /admin/drain HTTP/1.1\r\n")
     told = await ask(server, request("POST", "/admin/drain"))
     assert (told.status, told.json) == (202, {"status": "draining", "grace_s": 1000.0, "num_in_progress": 1})
-    idle_writer.write(b"Host: a\r\n\r\n")  # a head that was on its way
+    idle_writer.write(b"Host: localhost\r\n\r\n")  # a head that was on its way
     again = await read_answer(idle_reader, idle_writer)
     assert again.status == 202
     await stream.finish()

@@ -1,6 +1,7 @@
 """The arithmetic of quotas: pools against the limits they stand for, tickets that race for them. Time is made up."""
 
 import random
+from datetime import UTC, datetime
 from fractions import Fraction
 
 import pytest
@@ -24,6 +25,7 @@ from server.gate.quota import (
     Quotas,
     Ticket,
     format_reset,
+    period_of,
 )
 from server.gate.tenants import Limits, Tenant
 
@@ -378,3 +380,64 @@ def test_thousands_that_race_never_pass_a_limit_and_every_token_is_in_the_books(
 )
 def test_a_reset_is_written_as_clients_parse_it(seconds: int, text: str) -> None:
     assert format_reset(seconds) == text
+
+
+def utc(*date: int) -> int:
+    return int(datetime(*date, tzinfo=UTC).timestamp())  # type: ignore[misc,arg-type]
+
+
+@pytest.mark.parametrize(
+    ("is_month", "at_s", "begins", "ends"),
+    [
+        (False, utc(2028, 2, 29, 23, 59, 59), utc(2028, 2, 29), utc(2028, 3, 1)),
+        (True, utc(2028, 2, 29, 23, 59, 59), utc(2028, 2, 1), utc(2028, 3, 1)),
+        (True, utc(2030, 12, 31), utc(2030, 12, 1), utc(2031, 1, 1)),
+        (True, utc(2031, 1, 1), utc(2031, 1, 1), utc(2031, 2, 1)),
+    ],
+)
+def test_days_and_months_are_those_of_the_calendar(is_month: bool, at_s: int, begins: int, ends: int) -> None:
+    assert period_of(at_s, is_month) == (begins, ends)
+
+
+def test_a_month_is_given_back_at_its_end_and_not_sooner() -> None:
+    pool = PeriodPool("tokens_per_month", 100, 30, Moment(0, utc(2030, 1, 10)))
+    now = Moment(0, utc(2030, 1, 31, 12))
+    pool.reserve(70, now)
+    assert (pool.available(now), pool.wait_ns(1, now)) == (0, 12 * 3600 * S_NS)
+    after = Moment(0, utc(2030, 2, 1))
+    assert pool.available(after) == 30  # what is in progress is settled in February
+    pool.settle(70, 50, after)
+    assert pool.available(after) == 50
+
+
+def price_of(model: str, usage: Usage) -> int:
+    """A tenth of a millionth for a token of a prompt, and a millionth for one of an answer; `free` costs nothing."""
+    return 0 if model == "free" else (usage.num_prompt_tokens + 5) // 10 + usage.num_completion_tokens
+
+
+def test_money_is_reserved_by_price_topped_up_and_settled_and_binds_no_free_model() -> None:
+    time = Time()
+    quotas = Quotas(time, cost_micro=price_of)
+    caller = Caller(tenant(Limits(money_per_day=0.001)))  # 1,000 millionths
+    ticket = quotas.ticket_for(caller)
+    ticket.reserve([request(1000, 100_000)], "dear")  # 100 and 512
+    (pool,) = quotas.accounts[0].money
+    assert pool.available(time()) == 1000 - 100 - FIRST_TOKENS
+    assert ticket.top_up(256) is None
+    assert ticket.top_up(256) is not None
+    assert ticket.top_up_rest(256) == 1000 - 100 - FIRST_TOKENS - 256
+    assert not ticket.may_gain(MINUTE_NS)
+    ticket.settle(Usage(1000, 890))
+    assert pool.available(time()) == 10
+    assert "x-budget-warning" in dict_of(ticket)
+    error = refusal(quotas.ticket_for(caller), request(1000, 1))
+    assert "money_per_day: this asks for 0.000101, and 0.00001 of 0.001 are left" in error.message
+    free = quotas.ticket_for(caller)
+    free.reserve([request(1000, 100_000)], "free")
+    assert not free.is_bounded
+    free.settle(Usage(1000, 500))
+    assert [one.num_used(time()) for one in quotas.accounts[0].periods] == [3390, 3390, 990, 990]
+
+
+def dict_of(ticket: Ticket) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in ticket.headers()}

@@ -4,8 +4,9 @@ import dataclasses
 import json
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,16 @@ from core.errors import StartupError
 from core.tool_detection import ToolStyle
 from core.types import TokenChunk
 from server.commands import replay
-from server.observing.recorder import FILES, LINE_BYTES, MAX_WAITING_BYTES, RecordedRequest, Recorder, read_records
+from server.config import ServerConfig
+from server.observing.recorder import (
+    FILES,
+    LINE_BYTES,
+    MAX_WAITING_BYTES,
+    REPLAY_HEADER,
+    RecordedRequest,
+    Recorder,
+    read_records,
+)
 from tests.server.simulated_server import (
     STREAM,
     SimulatedServer,
@@ -30,6 +40,8 @@ from tests.server.simulated_server import (
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 MESSAGES = [{"role": "user", "content": "step"}]
+SAID: list[str] = []
+MARK = f"{REPLAY_HEADER}: 1"
 LEFT = "left"  # the client leaves in mid-stream
 CASES: dict[str, bytes] = {
     "sampled": chat(temperature=1.5, seed=None),
@@ -100,7 +112,7 @@ def test_what_was_recorded_is_computed_again_token_by_token(tmp_path: Path, caps
     with recording(tmp_path) as server:
         send_all(server)
         ends = [chunk for one in server.delivered for chunk in one.chunks if chunk.finish_reason is not None]
-    records = list(read_records(tmp_path))
+    records = list(read_records(tmp_path, SAID.append))
     assert len(records) == len(CASES)
     by_case = dict(zip(CASES, records, strict=True))
     assert [record.num_tokens for record in records] == [list(map(len, record.token_ids or ())) for record in records]
@@ -115,6 +127,24 @@ def test_what_was_recorded_is_computed_again_token_by_token(tmp_path: Path, caps
     assert (code, lines[-1]) == (0, f"{len(CASES)} same, 0 differs, 0 skipped")
 
 
+def test_a_server_that_records_marks_replays_and_they_are_not_replayed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recording(tmp_path) as server:
+        server.ask(completion())
+        server.ask(request("POST", "/v1/completions", json.loads(completion().partition(b"\r\n\r\n")[2]), MARK))
+    assert [record.is_replay for record in read_records(tmp_path, SAID.append)] == [False, True]
+    replayed = list[RecordedRequest]()
+    monkeypatch.setattr(replay, "asked_server", lambda *_: nullcontext(SimpleNamespace(headers={})))
+    monkeypatch.setattr(replay, "_replay", lambda client, records, is_forced: replayed.extend(records))
+    monkeypatch.setattr(replay, "take_interrupts", lambda: None)
+    arguments = SimpleNamespace(records=[tmp_path], request=None, url="http://localhost:1", anyway=False)
+    monkeypatch.setattr(replay, "check_url", lambda _: None)
+    replay.run(arguments, ServerConfig())  # type: ignore[arg-type]
+    assert [record.is_replay for record in replayed] == [False]
+    assert capsys.readouterr().out == "1 records are of replays, and are left out (--request names one)\n"
+
+
 def _ids_of(chunk: TokenChunk) -> list[int]:
     return [*chunk.answer_ids, *([] if chunk.stop_id is None else [chunk.stop_id])]
 
@@ -124,7 +154,7 @@ def test_replay_names_the_first_other_token_and_why_it_cannot_compare(
 ) -> None:
     with recording(tmp_path) as server:
         server.ask(completion(n=2))
-    (record,) = read_records(tmp_path)
+    (record,) = read_records(tmp_path, SAID.append)
 
     def but(**fields: Any) -> RecordedRequest:
         return msgspec.structs.replace(record, **fields)
@@ -200,10 +230,10 @@ def test_files_are_bounded_by_size_and_age(tmp_path: Path) -> None:
     recorder._write(RECORD, 0)
     now.unix_s += 700.0
     recorder._turn_over()
-    assert len(list(read_records(next(iter(sorted(tmp_path.glob("requests-2*"))))))) == 1
+    assert len(list(read_records(next(iter(sorted(tmp_path.glob("requests-2*")))), SAID.append))) == 1
     now.unix_s += 101.0
     recorder._turn_over()
-    assert [len(list(read_records(path))) for path in tmp_path.glob("requests-2*")] == [0]
+    assert [len(list(read_records(path, SAID.append))) for path in tmp_path.glob("requests-2*")] == [0]
     assert (tmp_path / "requests-notes.jsonl").exists()
     recorder.close()
     assert list(tmp_path.glob("requests-2*")) == []
@@ -219,7 +249,9 @@ def test_what_cannot_be_written_is_dropped_and_counted_and_a_cut_line_is_skipped
     recorder._write(RECORD, 0)
     assert (recorder.num_written, recorder.num_dropped) == (1, 1)
     assert "No space left" in caplog.text
-    assert len(list(read_records(tmp_path))) == 1
+    SAID.clear()
+    assert len(list(read_records(tmp_path, SAID.append))) == 1
+    assert [text.rpartition(": ")[2] for text in SAID] == ["its last line was cut short, and is left out"]
     recorder._put_bytes = MAX_WAITING_BYTES - LINE_BYTES
     recorder.put(RECORD)
     assert recorder.num_dropped == 2
@@ -228,7 +260,7 @@ def test_what_cannot_be_written_is_dropped_and_counted_and_a_cut_line_is_skipped
         if text is not None:
             (tmp_path / name).write_text(text)
         with pytest.raises(StartupError, match=said):
-            list(read_records(tmp_path / name))
+            list(read_records(tmp_path / name, SAID.append))
 
 
 def _write_half(recorder: Recorder, data: memoryview) -> int:

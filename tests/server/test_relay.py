@@ -31,6 +31,7 @@ from server.observing.timing import StageMarks
 from server.process import Server
 from server.relay import Relay, RelayHandle
 from server.relayed import PASSAGES, Part, Passage, UpstreamAnswer, refusal_of
+from server.upstream import pool
 from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import ModelSettings, UpstreamSettings
@@ -579,6 +580,19 @@ async def test_a_stream_of_which_nothing_comes_is_broken_off_and_its_upstream_ha
             assert pool.num_retries == moved
 
 
+async def test_what_is_not_streamed_goes_elsewhere_once_nothing_comes_and_the_health_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "PROBE_S", 0.05)
+    monkeypatch.setattr(pool, "PROBE_EVERY_S", 0.05)
+    async with saying(b"", hangs=True) as hung, serving() as good:
+        models = (model(hung, url_of(good), protocol="h1", silence_timeout=0.2),)
+        async with serving(no_engine, models=models) as front:
+            assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
+            assert [one.num_active for one in front.server._pools[0].upstreams] == [0, 0]
+            assert front.server._pools[0].num_retries == 1
+
+
 async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
     async with relaying() as gateway:
         held = await open_with(gateway.server, closing(SURFACES["chat"](stream=True, max_tokens=900)))
@@ -660,19 +674,24 @@ async def saying(said: bytes | None, ends: bool = False, hangs: bool = False) ->
 
     Args:
         ends: it closes the connection then.
-        hangs: it does neither, whatever it says.
+        hangs: it does neither, whatever it says, and is not well any more.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
             while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
+                has_hung[0] |= hangs and not head.startswith(b"GET")
                 if head.startswith(b"GET") and said is None:
                     listening.close()
-                writer.write(_WELL if head.startswith(b"GET") else said or b"")
+                if head.startswith(b"GET"):
+                    writer.write(b"" if has_hung[0] else _WELL)
+                else:
+                    writer.write(said or b"")
                 if (ends or not (said or hangs)) and not head.startswith(b"GET"):
                     break
         writer.close()
 
+    has_hung = [False]
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"

@@ -1,5 +1,6 @@
 """Streams whose clients come back: every event once, nobody else's, and none kept for long."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,9 +58,17 @@ def whole_stream(**fields: Any) -> list[bytes]:
         return answer.body.split(b"\n\n")[:-1]
 
 
-def read_in_pieces(server: SimulatedServer, rng: random.Random, **fields: Any) -> list[bytes]:
-    """Of a client that is cut off and comes back, again and again, and may have lost what came last."""
-    transport, seen = server.send(chat(**RESUMABLE | fields)), list[bytes]()
+def read_in_pieces(
+    server: SimulatedServer, rng: random.Random, most_pauses: int = 2, **fields: Any
+) -> tuple[list[bytes], int]:
+    """Of a client that is cut off and comes back, again and again, and may have lost what came last.
+
+    Args:
+        most_pauses: of the longest kind, within the time that a stream is kept.
+
+    Returns: what it has read, and how often it was cut off.
+    """
+    transport, seen, num_cuts = server.send(chat(**RESUMABLE | fields)), list[bytes](), 0
     while True:
         for _ in range(rng.randrange(12)):
             server.step()
@@ -68,12 +77,12 @@ def read_in_pieces(server: SimulatedServer, rng: random.Random, **fields: Any) -
         new = events_of(transport)
         seen += new[: len(new) if rng.random() < 0.5 else rng.randint(0, len(new))]
         if seen and seen[-1].endswith(b"[DONE]"):
-            return seen
+            return seen, num_cuts
         if rng.random() < 0.7:  # otherwise the client comes back before its connection has broken
             rng.choice([transport.reset, transport.feed_eof])()
             server.loop.settle()
-        server.run_for(rng.choice([0, 0.05, GRACE_S / 2]))
-        transport = server.send(back("r1", id_of(seen[-1]) if seen else None))
+        server.run_for(rng.choice([0, 0.05, GRACE_S / most_pauses]))
+        transport, num_cuts = server.send(back("r1", id_of(seen[-1]) if seen else None)), num_cuts + 1
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": True, "stop": ["e"]}, {"timings": {"queue": True}}])
@@ -81,13 +90,23 @@ def test_a_client_that_comes_back_has_every_event_once(fields: dict[str, Any]) -
     is_plain, expected = "timings" not in fields, whole_stream(**fields)
     for seed in range(15):
         with keeping() as server:
-            events = read_in_pieces(server, random.Random(seed), **fields)
+            events, _ = read_in_pieces(server, random.Random(seed), **fields)
             assert [id_of(one) for one in events] == list(range(1, len(events) + 1))
             found = [one.partition(b"\n")[2] for one in events]
             assert not is_plain or found == expected
             assert server.metrics.num_disconnects == 0
             server.run_for(GRACE_S + 1)
             assert refusal_of(server.ask(back("r1"), "GET")) == (404, "stream_not_kept")
+
+
+@pytest.mark.slow
+def test_a_thousand_random_cuts_lose_and_double_nothing() -> None:
+    expected, num_cuts, seeds = whole_stream(), 0, itertools.count(1000)
+    while num_cuts < 1000:
+        with keeping() as server:
+            events, more = read_in_pieces(server, random.Random(next(seeds)), most_pauses=100)
+            assert [one.partition(b"\n")[2] for one in events] == expected
+            num_cuts += more
 
 
 def test_nobody_who_stays_away_is_waited_for_longer() -> None:
@@ -128,6 +147,18 @@ def test_only_its_tenant_finds_a_stream_and_only_where_it_was_asked_for() -> Non
         last = id_of(events_of(server.send(back("r1", None, "mine")))[-1])
         assert server.ask(back("r1", last, "mine"), "GET").status == 204
         assert server.ask(back("r1", last + 1, "mine"), "GET").status == 400
+
+
+def test_a_head_takes_the_stream_from_nobody() -> None:
+    with keeping() as server:
+        transport = server.send(chat(**RESUMABLE))
+        while not events_of(transport):
+            server.step()
+        looked = server.ask(back("r1").replace(b"GET", b"HEAD", 1), "HEAD")
+        assert (looked.status, looked.headers["content-type"][:17], looked.body) == (200, "text/event-stream", b"")
+        server.run()
+        assert events_of(transport)[-1].endswith(b"[DONE]")
+        assert server.ask(back("r2").replace(b"GET", b"HEAD", 1), "HEAD").status == 404
 
 
 def test_it_is_of_streams_of_events() -> None:

@@ -67,12 +67,14 @@ def test_stored_responses_are_read_and_deleted(storing: SimulatedServer) -> None
     assert shown == made
     page = storing.ask(get(made["id"], "/input_items?limit=1"), "GET").json
     assert ([one["content"] for one in page["data"]], page["has_more"]) == (["b"], True)
-    bad = storing.ask(get(made["id"], "/input_items?order=x"), "GET")
-    assert (bad.status, bad.json["error"]["param"]) == (400, "order")
+    for param in ("order", "after"):
+        bad = storing.ask(get(made["id"], f"/input_items?{param}=x"), "GET")
+        assert (bad.status, bad.json["error"]["param"]) == (400, param)
     rest = storing.ask(get(made["id"], f"/input_items?after={page['last_id']}"), "GET").json
     assert ([one["content"] for one in rest["data"]], rest["has_more"]) == (["a"], False)
     reference = {"type": "item_reference", "id": made["output"][0]["id"]}
-    assert storing.ask(respond([reference, {"role": "user", "content": "c"}])).status == 200
+    for one in (reference, {"id": reference["id"]}):
+        assert storing.ask(respond([one, {"role": "user", "content": "c"}])).status == 200
     assert storing.ask(get(made["id"], method="DELETE"), "DELETE").json["deleted"] is True
     for again in (get(made["id"]), get(made["id"], method="DELETE"), respond("c", previous_response_id=made["id"])):
         assert refusal_of(storing.ask(again)) == (404, "response_not_found")

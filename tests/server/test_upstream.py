@@ -15,7 +15,7 @@ from server.config_sources import load_config
 from server.upstream import pool
 from server.upstream.connection import BYTES_A_TURN, Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
-from server.upstream.http2 import OUR_RESETS, Http2, NotHttp2
+from server.upstream.http2 import OUR_RESETS, Http2
 from server.upstream.pool import Pool
 from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
@@ -412,7 +412,7 @@ def test_a_flood_is_read_in_shares_and_no_further_than_its_reader(protocol: byte
 
 
 def test_http1_is_recognized_by_its_first_bytes() -> None:
-    with pytest.raises(NotHttp2):
+    with pytest.raises(ConnectionFault, match="does not begin with SETTINGS"):
         Client(0).http.receive(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 

@@ -91,6 +91,27 @@ def langchain(url: str) -> Any:
     return found
 
 
+def embeddings(url: str) -> Any:
+    """What each client makes of the same texts, and how Cohere's ranks them."""
+    from cohere import ClientV2
+    from langchain_ollama import OllamaEmbeddings
+    from langchain_openai import OpenAIEmbeddings
+
+    base, texts = url.removesuffix("/v1"), ["a warm day", "a cold night"]
+    makers: list[Any] = [
+        OpenAIEmbeddings(model=MODEL, base_url=url, api_key="none", max_retries=0, check_embedding_ctx_length=False),
+        OllamaEmbeddings(model=MODEL, base_url=base),
+    ]
+    found = [[one.embed_documents(texts), one.embed_query(texts[0])] for one in makers]
+    (first, first_query), (other, other_query) = found
+    ranked = ClientV2("none", base_url=base).rerank(model=MODEL, query=texts[1], documents=texts, top_n=1)
+    return [
+        max(abs(a - b) for one, same in zip(first, other, strict=True) for a, b in zip(one, same, strict=True)) < 1e-6,
+        [first_query == first[0], other_query == other[0], len(first[0])],
+        [[one.index, round(one.relevance_score, 5)] for one in ranked.results],
+    ]
+
+
 def instructor(url: str) -> Any:
     from instructor import Mode, from_openai
     from openai import OpenAI

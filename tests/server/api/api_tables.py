@@ -1,35 +1,80 @@
 """The tables of docs/api.md, made of the code: `make tables` writes them, test_known_fields.py holds them to it."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from server.api import chat, completions, messages, ollama, responses
+from server import batch_routes
+from server.api import (
+    chat,
+    completions,
+    embeddings,
+    llama_server,
+    messages,
+    models,
+    ollama,
+    responses,
+    scores,
+    tokenize,
+)
 from server.api.fields import StreamOptions
-from server.api.known_fields import KNOWN, Known, Name
-from server.api.tokenize import TokenizeBody
+from server.api.known_fields import GENERATION, KNOWN, Known, Name
 from server.app import Route
 from server.routes import PREFIXES, ROUTES
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
-BODIES: dict[Name, Any] = {
-    "chat": chat.ChatBody,
-    "completions": completions.CompletionBody,
-    "responses": responses.ResponsesBody,
-    "messages": messages.MessagesBody,
-    "ollama": ollama.ChatBody,
-    "tokenize": TokenizeBody,
+# What is taken by each surface: a body's type, or the names of a form's fields
+BODIES: dict[Name, tuple[Any, ...]] = {
+    "chat": (chat.ChatBody,),
+    "completions": (completions.CompletionBody,),
+    "responses": (responses.ResponsesBody,),
+    "messages": (messages.MessagesBody,),
+    "ollama": (ollama.ChatBody, ollama.GenerateBody),
+    "completion": (llama_server.CompletionBody,),
+    "infill": (llama_server.InfillBody,),
+    "embeddings": (embeddings.EmbeddingBody,),
+    "embed": (embeddings.OllamaBody,),
+    "rerank": (scores.RerankBody,),
+    "score": (scores.ScoreBody,),
+    "tokenize": (tokenize.TokenizeBody,),
+    "detokenize": (tokenize.DetokenizeBody,),
+    "show": (ollama.ShowBody,),
+    "adapters": (models.LoadAdapterBody, models.UnloadAdapterBody),
+    "files": (dict.fromkeys(batch_routes.FORM_FIELDS),),
+    "batches": (batch_routes.BatchBody,),
+}
+PATHS: dict[Name, tuple[str, ...]] = {
+    "chat": ("/v1/chat/completions", "/chat/completions"),
+    "completions": ("/v1/completions", "/completions"),
+    "responses": ("/v1/responses", "/responses", "/v1/responses/input_tokens"),
+    "messages": ("/v1/messages", "/v1/messages/count_tokens"),
+    "ollama": ("/api/chat", "/api/generate"),
+    "completion": ("/completion",),
+    "infill": ("/infill",),
+    "embeddings": ("/v1/embeddings", "/embeddings"),
+    "embed": ("/api/embed", "/api/embeddings"),
+    "rerank": ("/v1/rerank", "/v2/rerank", "/rerank"),
+    "score": ("/v1/score", "/score"),
+    "tokenize": ("/tokenize",),
+    "detokenize": ("/detokenize",),
+    "show": ("/api/show",),
+    "adapters": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    "files": ("/v1/files",),
+    "batches": ("/v1/batches",),
 }
 ROWS = [(surface, row) for rows in KNOWN.values() for row in rows for surface in sorted(row.surfaces)]
 OURS = "steploop"  # whose a served field is that no row of the docs names
-_ROUTES, _FIELDS = "| Route | Methods | Right |", "| Field | Surface | Of | Here |"
+ALL = "all that generate"  # in the docs, stands for the surfaces of GENERATION
+_ROUTES, _FIELDS = "| Route | Methods | Right | Fields of |", "| Field | Surface | Of | Here |"
 
 
 def served(surface: Name) -> set[str]:
     """The fields of its body, less those that are there to be refused."""
     options = StreamOptions.__struct_fields__ if surface in ("chat", "completions") else ()
-    declared = {*BODIES[surface].__struct_fields__, *(f"stream_options.{name}" for name in options)}
-    return {str(name) for name in declared} - {row.name for one, row in ROWS if one == surface} - {"sent_as"}
+    declared = {name for body in BODIES[surface] for name in getattr(body, "__struct_fields__", body)}
+    declared |= {f"stream_options.{name}" for name in options}
+    return declared - {row.name for one, row in ROWS if one == surface} - {"sent_as"}
 
 
 def written(docs: str) -> str:
@@ -44,24 +89,29 @@ def written(docs: str) -> str:
 
 def _routes() -> list[str]:
     shown: dict[str, dict[str, Route]] = dict(ROUTES) | {f"{prefix}…": route for prefix, route in PREFIXES.items()}
+    surfaces = {path: name for name, paths in PATHS.items() for path in paths}
     rights = {
         path: {str(one.scope.value) if one.scope else "none" for one in route.values()} for path, route in shown.items()
     }
-    return [
-        f"| `{path}` | {', '.join(sorted(shown[path]))} | {', '.join(sorted(rights[path]))} |" for path in sorted(shown)
-    ]
+    rows = ((path, ", ".join(sorted(shown[path])), ", ".join(sorted(rights[path]))) for path in sorted(shown))
+    return [f"| `{path}` | {methods} | {right} | {surfaces.get(path, '')} |" for path, methods, right in rows]
 
 
 def _fields(docs: str) -> list[str]:
     old = [line.strip("| ").split(" | ") for line in docs.splitlines() if line.endswith("| served |")]
     owners = {name.strip("`"): owner for name, _, owner, _ in old}
-    where: dict[str, list[str]] = {}
-    for surface in sorted(BODIES):
+    where: dict[str, list[Name]] = {}
+    for surface in BODIES:
         for name in served(surface):
             where.setdefault(name, []).append(surface)
     names = [name for name in owners if name in where] + sorted(where.keys() - owners.keys())
-    rows = [f"| `{name}` | {', '.join(where[name])} | {owners.get(name, OURS)} | served |" for name in names]
+    rows = [f"| `{name}` | {_named(where[name])} | {owners.get(name, OURS)} | served |" for name in names]
     return rows + [_row(owner, row) for owner, known in KNOWN.items() for row in known]
+
+
+def _named(surfaces: Collection[Name]) -> str:
+    has_all = set(surfaces) >= GENERATION
+    return ", ".join([*([ALL] if has_all else ()), *sorted(set(surfaces) - GENERATION if has_all else surfaces)])
 
 
 def _row(owner: str, row: Known) -> str:
@@ -71,7 +121,7 @@ def _row(owner: str, row: Known) -> str:
         what += f", but for {shown}" if not row.target else f"; {shown} asks for nothing"
     if row.unless is not None:
         what += f", and beside `{row.unless[0]}: {json.dumps(row.unless[1])}`"
-    return f"| `{row.name}` | {', '.join(sorted(row.surfaces))} | {owner} | {what} |"
+    return f"| `{row.name}` | {_named(row.surfaces)} | {owner} | {what} |"
 
 
 if __name__ == "__main__":

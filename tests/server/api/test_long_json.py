@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequest
-from server.api.decoding import LONG_BYTES, MAX_DEPTH, MAX_VALUES, parse_object
+from server.api.decoding import LONG_BYTES, MAX_DEPTH, MAX_ESCAPES, MAX_VALUES, parse_object
 
 PADDING = b" " * LONG_BYTES
 VALUES = st.recursive(
@@ -67,6 +67,19 @@ def test_a_body_has_a_bounded_number_of_values(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="its JSON has more than 100000 values") as caught:
         parse_object(body(MAX_VALUES))
     assert caught.value.code == "json_too_large"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (b'"' + b"\\n" * (MAX_ESCAPES + 1) + b'"', f"has more than {MAX_ESCAPES} escaped characters"),
+        (b"[0." + b"1" * LONG_BYTES + b"]", "it has a number that is too long"),
+    ],
+    ids=["escapes", "digits"],
+)
+def test_what_the_scanner_reads_in_one_step_is_bounded(value: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        parse_object(b'{"a":' + value + b"}")
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ":"), (" ,", ":"), ("\n , ", ":")])

@@ -13,7 +13,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.tool_detection import ToolStyle
 from core.types import FinishReason
 from server.api.fields import ChatPrompt, GenerationCall, TextPrompt
-from server.api.ollama import CHAT, ERRORS, GENERATE
+from server.api.ollama import CHAT, ERRORS, GENERATE, context_of
 from server.api.replies import Surface
 from tests.server.api import wire
 
@@ -39,6 +39,8 @@ def test_options_are_the_fields_of_other_surfaces() -> None:
     assert (call.model, call.is_stream, call.sampling.max_tokens, call.sampling.stop) == ("tiny", True, 5, ("a",))
     assert (call.sampling.temperature, call.sampling.repetition_penalty, call.sampling.seed) == (0.5, 1.5, 3)
     assert not parse(stream=False, options={"num_predict": -1}).is_stream
+    for unbounded in (-1, -2, 0):
+        assert parse(options={"num_predict": unbounded}).sampling == parse().sampling
     assert parse(format="json").constraint == parse(format={"type": "object"}).constraint != parse().constraint
     assert parse(options={"unheard_of": 1}).unknown_fields == ("unheard_of",)
 
@@ -60,6 +62,31 @@ def test_turns_and_prompts_become_the_templates_messages() -> None:
     assert prompt(GENERATE, suffix="!") == TextPrompt("Hi", suffix="!")
 
 
+@pytest.mark.parametrize("said", ["", "Hello", "é\u2028🙂\x00", "a" * 1000])
+def test_a_context_goes_on_from_an_answer(said: str) -> None:
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    answer = wire.whole(GENERATE, parse(GENERATE), (0, wire.say(said, FinishReason.STOP)), timings=TIMINGS)
+    assert max(answer["context"]) < 2**53
+    turns += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    assert prompt(GENERATE, prompt="And?", context=answer["context"]) == turns
+    begun = prompt(GENERATE, prompt="And?", context=answer["context"], system="S")
+    assert begun == [{"role": "system", "content": "S"}, *turns]
+    assert prompt(GENERATE, context=[]) == turns[:1]
+    raw = wire.whole(GENERATE, parse(GENERATE, raw=True), (0, wire.say(said, FinishReason.STOP)), timings=TIMINGS)
+    assert "context" not in raw
+
+
+def test_logprobs_come_with_their_text_or_behind_it() -> None:
+    call, (one, other) = parse(logprobs=True, top_logprobs=2), wire.LOGPROBS
+    deltas = (0, wire.say("Hel", None, one)), (0, wire.say("", None, other)), (0, wire.say("", FinishReason.STOP))
+    whole = wire.whole(CHAT, call, *deltas, timings=TIMINGS)
+    lines = [json.loads(line) for line in wire.stream(CHAT.stream(call, wire.CONTEXT), *deltas).splitlines()]
+    assert [entry["token"] for entry in whole["logprobs"]] == ["Hel", " é"]
+    assert [len(line.get("logprobs", ())) for line in lines] == [1, 1]
+    assert [entry for line in lines for entry in line["logprobs"]] == whole["logprobs"]
+    assert len(whole["logprobs"][0]["top_logprobs"]) == 2
+
+
 @pytest.mark.parametrize(
     ("surface", "fields", "param"),
     [
@@ -73,6 +100,11 @@ def test_turns_and_prompts_become_the_templates_messages() -> None:
         (CHAT, {"format": "yaml"}, "format"),
         (GENERATE, {"prompt": None}, "prompt"),
         (GENERATE, {"context": [1]}, "context"),
+        (GENERATE, {"context": [128047779836730, -1]}, "context"),
+        (GENERATE, {"context": [128047779836730, 5]}, "context"),
+        (GENERATE, {"context": [128047779836730], "raw": True}, "context"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ],
 )
 def test_bad_input_is_refused(surface: Surface, fields: dict[str, Any], param: str) -> None:
@@ -114,6 +146,8 @@ def test_what_is_streamed_is_what_the_whole_answer_says(
         for name, value in (part["message"] if surface is CHAT else {"response": part["response"]}).items():
             joined[name] = value if name == "role" else joined.get(name, type(value)()) + value
     shown = {"role": "assistant", "content": ""} | joined if surface is CHAT else joined
+    context = {"context": context_of([*MESSAGES, {"role": "assistant", "content": said}])}
+    fields = fields | ({} if surface is CHAT else context)
     assert {**last, **({"message": shown} if surface is CHAT else shown)} == whole
     assert {name: whole[name] for name in fields} == fields
     assert whole == fields | {

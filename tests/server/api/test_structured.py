@@ -61,7 +61,9 @@ def test_responses_take_their_text_format_and_show_it() -> None:
     call = wire.parse(responses.SURFACE, input="Hi", text={"format": shape})
     assert call.constraint is not None
     assert (call.constraint.source, call.constraint.param) == (TEXT_OF_SCHEMA, "text.format.schema")
-    assert wire.whole(responses.SURFACE, call, (0, wire.say("{}", None)))["text"] == {"format": shape}
+    assert wire.whole(responses.SURFACE, call, (0, wire.say("{}", None)))["text"] == {
+        "format": {"description": None} | shape
+    }
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}])
@@ -82,6 +84,7 @@ def test_what_asks_for_no_form_has_no_constraint(fields: dict[str, Any]) -> None
         ({"guided_json": "{"}, "guided_json", "is not valid JSON"),
         ({"guided_json": "[" * 60_000}, "guided_json", "its JSON is nested deeper than 64"),
         ({"guided_json": 3}, "guided_json", "must be a JSON schema"),
+        ({"structured_outputs": {"json": {"items": 3}}}, "structured_outputs.json", ".items must be a schema"),
         ({"json_schema": {"items": {"not": {}}}}, "json_schema", "json_schema.items has the keyword 'not'"),
         ({"regex": "a{99999}"}, "regex", "regex comes to more than"),
         (

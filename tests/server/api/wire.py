@@ -10,12 +10,13 @@ import openai
 import pytest
 
 from core.errors import InvalidRequest
-from core.types import Delta, FinishReason, TokenLogprobs, Usage
-from server.api.fields import GenerationCall, GenerationDefaults
+from core.types import Delta, FinishReason, Pooling, TokenLogprobs, Usage
+from server.api.fields import GenerationCall, GenerationDefaults, PoolingStyle
 from server.api.replies import Extras, ReplyContext, StreamReply, Surface
 
 VOCAB_SIZE = 1000
-DEFAULTS = GenerationDefaults(vocab_size=VOCAB_SIZE, temperature=0.6, top_k=20, top_p=0.9)
+STYLE = PoolingStyle(pooling=Pooling("last"), num_dims=8, generates=True, prompts={"query": "search: "})
+DEFAULTS = GenerationDefaults(vocab_size=VOCAB_SIZE, temperature=0.6, top_k=20, top_p=0.9, pooling=STYLE)
 WORDS = {1: "Hel", 2: "lo", 3: " é"}
 CONTEXT = ReplyContext(
     reply_id="abc123",
