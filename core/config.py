@@ -137,7 +137,8 @@ class RopeConfig:
 
     Args:
         kind: "default", "linear" (positions divided by factor), "llama3" (low frequencies divided by factor), "yarn"
-            (the same with another blend) or "longrope" (each frequency divided by its own factor).
+            (the same with another blend), "longrope" (each frequency divided by its own factor) or "none" (nothing
+            turns).
         factor, low_freq_factor, high_freq_factor: of "linear", "llama3" and "yarn".
         original_max_position: tokens of context before it was stretched.
         beta_fast, beta_slow: turns within the original context, above and below which "yarn" keeps and divides.
@@ -145,7 +146,8 @@ class RopeConfig:
         factors: of "longrope", one per frequency.
         attention_factor: what the turned q and k are multiplied by, each.
         partial: the part of each head that turns, its first dimensions.
-        query_growth: queries are multiplied by 1 + query_growth * log(1 + position // original_max_position).
+        query_growth: queries are multiplied by 1 + query_growth * log(1 + (position + query_offset) //
+            original_max_position).
     """
 
     theta: float
@@ -161,6 +163,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     partial: float = 1.0
     query_growth: float = 0.0
+    query_offset: int = 0
 
     def rotary_dim(self, head_dim: int) -> int:
         """Dimensions of a head that turn."""
@@ -186,6 +189,10 @@ class LayerConfig:
     is_recurrent: bool = False
     attends: bool = True
     has_mlp: bool = True
+
+    @property
+    def rotates(self) -> bool:
+        return self.rope is not None and self.rope.kind != "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +302,7 @@ class ExpertsConfig:
         shared_size: width of an expert that all tokens go through; 0: none.
         has_shared_gate: its output is multiplied by a sigmoid of its own.
         has_gate: see Traits.
+        scales_inputs: shares multiply what experts take, not what they give.
     """
 
     num_experts: int
@@ -313,6 +321,7 @@ class ExpertsConfig:
     shared_size: int = 0
     has_shared_gate: bool = False
     has_gate: bool = True
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,7 +461,9 @@ class ModelConfig(Traits):
     @property
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
-        qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
+        qk_norms = {"none": 0, "plain": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[
+            self.qk_norm
+        ]
         qkv += self.query_size * self.has_output_gate
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
         sinks = self.num_heads * self.has_sinks
@@ -528,7 +539,7 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
     return ModelConfig(
         architecture=family.architecture,
         **sizes,
-        max_position=_served_positions(config, rope, max_position, context),
+        max_position=_served_positions(config, family, rope, max_position, context),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
         layers=layers,
@@ -645,6 +656,8 @@ def _intermediate_size(config: Mapping[str, Any], family: Family) -> int:
     """LFM2's MLP has two thirds of it, times a factor, rounded up; Granite 4's is the shared expert's."""
     if family.experts is not None and _has_no_experts(config, family):
         return positive_int(config, family.experts.shared_width, at_most=MAX_WIDTH)
+    if "intermediate_size_mlp" in family.defaults:  # Llama 4's dense layers
+        return positive_int(config, "intermediate_size_mlp", at_most=MAX_WIDTH)
     size = positive_int(config, "intermediate_size", at_most=MAX_WIDTH)
     if "block_auto_adjust_ff_dim" not in family.defaults or not read_bool(config, "block_auto_adjust_ff_dim"):
         return size
@@ -889,10 +902,17 @@ def _ropes(
     return parse(full), parse({"rope_theta": theta, **local})
 
 
-def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int, context: int | None) -> int:
-    """Yarn stretches the original context it names; longrope's short factors are for the original one."""
+def _served_positions(
+    config: Mapping[str, Any], family: Family, rope: RopeConfig, max_position: int, context: int | None
+) -> int:
+    """Yarn stretches the original context it names; longrope's short factors are for the original one.
+
+    Llama 4's chunks are computed as far as there is one.
+    """
     if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
         return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
+    if family.has_chunks and config.get("attention_chunk_size") is not None:
+        return min(max_position, positive_int(config, "attention_chunk_size"))
     if rope.kind == "longrope" and not _is_long(rope, context):
         return min(max_position, rope.original_max_position)
     return max_position
@@ -927,9 +947,19 @@ def _layers(
             attends = config["layer_types"][index] == "full_attention"
             has_mlp = not attends and not recurrent
         own_rope = (local_rope if windowed else rope) if attends and is_rotated[index] else None
+        if own_rope is None and family.has_chunks:
+            own_rope = _unturned(config)
         own_window = window if windowed else None
         layers.append(LayerConfig(own_rope, own_window, is_sparse[index], recurrent, attends, has_mlp))
     return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
+
+
+def _unturned(config: Mapping[str, Any]) -> RopeConfig | None:
+    """Llama 4's layers without RoPE: their queries grow with the position."""
+    if not config.get("attn_temperature_tuning"):
+        return None
+    growth, scale = positive_float(config, "attn_scale"), positive_int(config, "floor_scale")
+    return RopeConfig(1.0, "none", original_max_position=scale, query_growth=growth, query_offset=1)
 
 
 def _recurrent_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
@@ -955,16 +985,16 @@ def _recurrent_layers(config: Mapping[str, Any], family: Family, num_layers: int
 
 
 def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """SmolLM3: no_rope_layers has a 1 for layers that do have rope. Granite 4: all or none."""
+    """SmolLM3, Llama 4: no_rope_layers has a 1 for layers that do have rope. Granite 4: all or none."""
     if family.rotates == "if asked":
         kind = config.get("position_embedding_type")
         if kind not in ("rope", "nope", None):
             raise unsupported_field("position_embedding_type", kind, ("rope", "nope"))
         return [kind == "rope"] * num_layers
-    if family.windows != "unrotated":
+    if family.windows != "unrotated" and family.rotates != "listed":
         return [family.rotates == "all"] * num_layers
     listed = config.get("no_rope_layers")
-    if listed is None:
+    if listed is None or (listed == [] and family.rotates == "listed"):
         interval = positive_int(config, "no_rope_layer_interval")
         return [(index + 1) % interval != 0 for index in range(num_layers)]
     if not isinstance(listed, list) or len(listed) < num_layers or any(item not in (0, 1) for item in listed):
@@ -977,6 +1007,11 @@ def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list
     num_layers = len(is_rotated)
     by_family = _windowed_by_family(config, family, is_rotated)
     listed = config.get("layer_types")
+    if family.has_chunks:
+        kinds = ["chunked_attention" if rotated else "full_attention" for rotated in is_rotated]
+        if listed not in (None, kinds):
+            raise unsupported_field("layer_types", listed, (kinds,))
+        return by_family
     if listed is None or family.recurrence:
         return by_family
     if not isinstance(listed, list) or len(listed) != num_layers or any(kind not in LAYER_TYPES for kind in listed):
@@ -1018,6 +1053,12 @@ def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -
         return [family.experts is not None and not _has_no_experts(config, family)] * num_layers
     if family.experts.dense == "blocks":
         return [kind == "moe" for kind in config["layer_types"]]
+    if family.experts.dense == "interleaved":
+        step, sparse = positive_int(config, "interleave_moe_layer_step"), config.get("moe_layers")
+        sparse = range(step - 1, num_layers, step) if sparse is None else sparse
+        if not isinstance(sparse, list | range):
+            raise bad_field(f"moe_layers={sparse!r} is not a list of layers.")
+        return [index in sparse for index in range(num_layers)]
     if family.experts.dense == "first":
         listed = config.get("mlp_layer_types")
         if isinstance(listed, list) and len(listed) == num_layers and set(listed) <= {"dense", "sparse"}:
@@ -1073,6 +1114,7 @@ def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
         shared_size=shared_size,
         has_shared_gate=fields.has_shared_gate,
         has_gate=family.has_gate,
+        scales_inputs=fields.scales_inputs,
         **(_groups(config, num_experts, num_active) if fields.has_groups else {}),
     )
     widths = (positive_int(config, "hidden_size"), experts.intermediate_size)

@@ -13,7 +13,8 @@ class Traits:
     """What all models of a family have in common.
 
     Args:
-        qk_norm: RMSNorm of q and k before RoPE: "none", over each "head", or over "all" heads at once.
+        qk_norm: RMSNorm of q and k before RoPE: "none", over each "head", over "all" heads at once, or "plain": over
+            each head without weights, of layers with RoPE.
         norms: the checkpoint's names of a layer's RMSNorms: before attention, after it (before the residual sum),
             before the MLP, after it; "": there is none.
         has_norm_offset: a norm multiplies by 1 + weight.
@@ -53,7 +54,9 @@ class ExpertFields:
         is_optional: the count may be 0: then all layers have a plain MLP of shared_width.
         dense: which layers have a plain MLP: "none"; "first" (first_k_dense_replace, or mlp_layer_types); "steps" (all
             but every decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index,
-            _interval); "blocks" (what layer_types does not call "moe").
+            _interval); "blocks" (what layer_types does not call "moe"); "interleaved" (all but moe_layers, or every
+            interleave_moe_layer_step-th).
+        scales_inputs: see core.config.ExpertsConfig.
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -70,6 +73,7 @@ class ExpertFields:
     has_groups: bool = False
     is_optional: bool = False
     dense: str = "none"
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,9 @@ class Family(Traits):
         has_parallel_mixers: all layers attend and are recurrent.
         is_of_blocks: a layer is one of attention, recurrence, MLP and experts, as layer_types says.
         has_factors: the checkpoint's matrices are multiplied by factors: Falcon-H1's *_multiplier.
-        rotates: which layers that attend have RoPE: "all", "none", "if asked" (position_embedding_type); see windows.
+        rotates: which layers that attend have RoPE: "all", "none", "if asked" (position_embedding_type), "listed"
+            (no_rope_layers); see windows.
+        has_chunks: layers with RoPE see the tokens of their attention_chunk_size alone; as much context is served.
     """
 
     architecture: str
@@ -123,6 +129,7 @@ class Family(Traits):
     is_of_blocks: bool = False
     has_factors: bool = False
     rotates: str = "all"
+    has_chunks: bool = False
 
 
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "output")}
@@ -659,6 +666,43 @@ FAMILIES = (
         ),
     ),
     Family(
+        architecture="Llama4ForCausalLM",
+        model_type="llama4_text",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "intermediate_size_mlp": 16_384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        biases=_ATTENTION_BIAS,
+        qk_norm="plain",
+        qk_norm_field="use_qk_norm",
+        are_pairs_adjacent=True,
+        renamed=(("mlp.gate.", "feed_forward.router."), *_FEED_FORWARD),
+        experts=ExpertFields(
+            count=("num_local_experts",),
+            width="intermediate_size",
+            shared_width="intermediate_size",
+            scoring="sigmoid",
+            normalized="norm_topk_prob",
+            dense="interleaved",
+            scales_inputs=True,
+        ),
+        rotates="listed",
+        has_chunks=True,
+    ),
+    Family(
         architecture="Lfm2ForCausalLM",
         model_type="lfm2",
         defaults={
@@ -866,6 +910,7 @@ class TextTower:
 TEXT_TOWERS = {
     "Gemma3ForConditionalGeneration": TextTower("gemma3", ("gemma3_text",), True),
     "Mistral3ForConditionalGeneration": TextTower("mistral3", ("mistral", "ministral3"), True),
+    "Llama4ForConditionalGeneration": TextTower("llama4", ("llama4_text",), False),
     "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2_5_vl", ("qwen2_5_vl_text",), False),
     "Qwen3VLForConditionalGeneration": TextTower("qwen3_vl", ("qwen3_vl_text",), False),
     "Qwen3_5ForConditionalGeneration": TextTower("qwen3_5", ("qwen3_5_text",), False),

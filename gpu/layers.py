@@ -105,6 +105,9 @@ class Experts:
         pairs = chosen.flatten()  # [tokens * active]: the expert of each (token, choice)
         order = pairs.argsort(stable=True)  # by expert
         inputs = x.index_select(0, order // self._config.num_active)  # [tokens * active, hidden]
+        if self._config.scales_inputs:
+            inputs = (inputs * shares.flatten()[order].unsqueeze(1)).to(x.dtype)
+            shares = torch.ones_like(shares)
         outputs, first = [], 0
         for expert, count in zip(self.experts, pairs.bincount(minlength=len(self.experts)).tolist(), strict=True):
             if count:
@@ -150,10 +153,12 @@ def shares_of(scores: Tensor, config: ExpertsConfig, choice_bias: Tensor | None 
     scores = scores.float()
     likely = sigmoid(scores) if config.scoring == "sigmoid" else scores.softmax(-1)
     choosing = likely if choice_bias is None else likely + choice_bias
+    if config.scales_inputs:  # a sigmoid of large scores is 1
+        choosing = scores
     if config.num_active_groups < config.num_groups:
         choosing = _in_best_groups(choosing, config)
     shares, chosen = choosing.topk(config.num_active)
-    if choice_bias is not None:
+    if choice_bias is not None or config.scales_inputs:
         shares = likely.gather(1, chosen)
     if config.is_normalized:
         shares = shares / shares.sum(-1, keepdim=True)
@@ -234,14 +239,17 @@ class Rope:
         lengths = torch.cat([torch.full((num_rotated,), config.attention_factor), unrotated + 1])
         self.inv_freq = frequencies.to(device)  # [head_dim / 2], radians per token
         self.lengths = lengths.to(device)  # [head_dim / 2]
-        self._growth, self._original = config.query_growth, config.original_max_position
+        self._kind, self._growth, self._offset = config.kind, config.query_growth, config.query_offset
+        self._original = config.original_max_position
 
-    def rotation(self, positions: Tensor) -> Tensor:
-        """The factors of each token's pairs: [tokens, 1, head_dim / 2], complex64.
+    def rotation(self, positions: Tensor) -> Tensor | None:
+        """The factors of each token's pairs: [tokens, 1, head_dim / 2], complex64; None: nothing turns.
 
         Args:
             positions: [tokens], float32, absolute index in the sequence, from 0.
         """
+        if self._kind == "none":
+            return None
         angles = torch.outer(positions, self.inv_freq).unsqueeze(1)  # [tokens, 1, head_dim / 2]
         return torch.polar(self.lengths, angles)
 
@@ -252,7 +260,8 @@ class Rope:
         """
         if not self._growth:
             return None
-        return (1 + self._growth * torch.log1p(positions.div(self._original).floor_())).view(-1, 1, 1)
+        turns = positions.add(self._offset).div_(self._original).floor_()
+        return (1 + self._growth * torch.log1p(turns)).view(-1, 1, 1)
 
 
 def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:
@@ -275,7 +284,7 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = 1.0 / (rope.theta**exponents)
-    if rope.kind == "default":
+    if rope.kind in ("default", "none"):
         return inv_freq
     if rope.kind == "linear":
         return inv_freq / rope.factor

@@ -314,6 +314,8 @@ def _attention(
     layer, latent, head_norms = config.layer(index), None, None
     if weights.query_norm is not None and weights.key_norm is not None:
         head_norms = (weights.query_norm, weights.key_norm)
+    if config.qk_norm == "plain" and weights.attention_norm is not None and layer.rotates:  # as it would be after RoPE
+        head_norms = (weights.attention_norm.new_ones(config.head_dim),) * 2
     if config.latent is not None and weights.latent is not None:
         latent = Latent(config.latent, weights.latent, operators.linear)
     return LayerAttention(

@@ -4,7 +4,7 @@ One pass allocates a layer's parameters and says where each tensor of the checkp
 way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -56,7 +56,7 @@ _NAMES = {
     "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
 }
 _USUAL_NAMES = _ExpertNames()
-STACKED = "qwen3_vl_moe_text"  # the layout that has all experts in one tensor
+ALL_STACKED = ("qwen3_vl_moe_text", "llama4_text")  # the layouts that have all experts in one tensor
 BY_ROWS = "qwen3_5_moe_text"  # the layout that may have them so, too, each matrix as it is used
 STACKED_BY_ROWS = f"{BY_ROWS}, stacked"
 
@@ -435,7 +435,7 @@ def _attention(layer: LayerWeights, found: _Allocation) -> None:
     hidden, head_dim = config.hidden_size, config.head_dim
     layer.qkv = _queries_keys_values(found, "weight", hidden, matrix="qkv")
     layer.qkv_bias = _queries_keys_values(found, "bias") if config.qkv_bias else None
-    if config.qk_norm != "none":
+    if config.qk_norm in ("head", "all"):
         heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
         layer.query_norm = found.norm("self_attn.q_norm", *heads, head_dim, head_dim=found.reordered)
         layer.key_norm = found.norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=found.reordered)
@@ -617,8 +617,9 @@ def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWe
 def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     if config.layout == "gpt_oss":
         return _gpt_oss_targets(config, weights)
-    if config.layout == STACKED:
-        return _stacked_targets(weights)
+    if config.layout in ALL_STACKED:
+        shared = _shared_targets("mlp.shared_expert", ("gate_proj", "up_proj", "down_proj"), weights)
+        return {**_stacked_targets(weights), **shared}
     if config.layout == "granitemoehybrid":
         return _granite_targets(weights)
     names = _NAMES.get(config.layout, _USUAL_NAMES)
@@ -638,14 +639,21 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
         # ERNIE's is [1, experts]
         into = weights.choice_bias.unsqueeze(0) if config.layout == "ernie4_5_moe" else weights.choice_bias
         targets[names.choice_bias] = Target(into)
-    if weights.shared_gate_up is not None and weights.shared_down is not None:
-        rows = (*floats(weights.shared_gate_up).chunk(num_halves), floats(weights.shared_down))
-        for name, into in zip(projections, rows, strict=True):
-            matrix = "shared_down" if name == projections[-1] else "shared_gate_up"
-            targets[f"{names.shared}.{name}.weight"] = Target(into, matrix=matrix)
+    targets |= _shared_targets(names.shared, projections, weights)
     if weights.shared_gate is not None:
         targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
     return targets
+
+
+def _shared_targets(owner: str, projections: Sequence[str], weights: ExpertWeights) -> Targets:
+    """Of the expert that all tokens go through, if there is one. projections: the last one is down."""
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return {}
+    *inner, last = projections
+    halves = zip(inner, floats(weights.shared_gate_up).chunk(len(inner)), strict=True)
+    found = {f"{owner}.{name}.weight": Target(into, matrix="shared_gate_up") for name, into in halves}
+    found[f"{owner}.{last}.weight"] = Target(floats(weights.shared_down), matrix="shared_down")
+    return found
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:

@@ -211,7 +211,7 @@ class TritonOperators(Operators):
         return self.matmuls.make(name, Matmul(weight, bias), by_torch, (num_out, num_in), size_bytes)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
-        if not can_group(weights):
+        if not can_group(weights) or config.scales_inputs:
             return super().experts(config, weights, gated)
         return GroupedExperts(config, weights, gated, router_of(config, weights, self.linear))
 

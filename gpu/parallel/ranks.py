@@ -27,7 +27,7 @@ from torch import Tensor
 from core.config import ModelConfig
 from core.errors import StartupError
 from core.plan import DeviceError
-from gpu.parameters import HEAD, MXFP4_BLOCK, STACKED
+from gpu.parameters import ALL_STACKED, HEAD, MXFP4_BLOCK
 from gpu.quant import LEAST_GROUP, prequantized_group
 
 # For one call of a rank that hangs: longer than one of them may be busy compiling a kernel for the first time. A lost
@@ -168,7 +168,7 @@ class Shard:
         if "mlp.gate_up_proj." in name:
             first = self.rank * part.intermediate_size
             return [(first, part.intermediate_size), (whole.intermediate_size + first, part.intermediate_size)]
-        if name.endswith("mlp.experts.gate_up_proj") and whole.experts is not None and whole.experts.layout == STACKED:
+        if name.endswith(".experts.gate_up_proj") and whole.experts is not None and whole.experts.layout in ALL_STACKED:
             width, first = whole.experts.intermediate_size, self.rank * num_part // 2
             return [(first, num_part // 2), (width + first, num_part // 2)]
         if name == HEAD:

@@ -106,6 +106,7 @@ _NEMOTRON: dict[str, Any] = {"architectures": ["NemotronHForCausalLM"], "hybrid_
         ({"architectures": ["FalconH1ForCausalLM"], "projectors_bias": True}, "projectors_bias"),
         ({"architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "alibi"}, "position_embedding"),
         ({**_NEMOTRON, "layers_block_type": ["mlp"]}, "layer_types"),
+        ({"architectures": ["Llama4ForCausalLM"], "layer_types": ["full_attention"] * 32}, "layer_types"),
         ({**_NEMOTRON, "moe_latent_size": 64}, "moe_latent_size=64"),
         ({**_NEMOTRON, "layers_block_type": ["full_attention", "conv"]}, "conv"),
     ],
@@ -327,6 +328,19 @@ def test_the_language_model_of_a_vision_model_is_read_in_each_spelling() -> None
     for fields in (llama(**QWEN_VL) | qwen, qwen | {"text_config": llama(model_type="qwen2_5_vl_text", **QWEN_VL)}):
         config = parse_model_config(fields)
         assert (config.rope, config.qkv_bias, config.hidden_size) == (RopeConfig(1_000_000.0), True, 4096)
+
+
+def test_llama_4_is_served_for_one_chunk_of_context() -> None:
+    scout = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16_384}
+    scout |= {"num_hidden_layers": 48, "num_attention_heads": 40, "max_position_embeddings": 10_485_760}
+    scout |= {"no_rope_layers": [], "hidden_act": "silu"}
+    config = parse_model_config({"architectures": ["Llama4ForConditionalGeneration"], "text_config": scout})
+    kinds = [layer.rope is not None and layer.rope.kind for layer in config.layers[:4]]
+    assert (config.num_parameters, config.max_position, kinds) == (
+        107_769_861_120,
+        8192,
+        ["default", "default", "default", "none"],
+    )
 
 
 def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
