@@ -37,7 +37,7 @@ class MtpModel(Model):
 
     Args:
         config: of its layer.
-        target: the model, whose embedding and head it shares.
+        target: the model, whose embedding and head it shares, and whose normed states it reads.
         num_kv_slots: of its KV cache.
 
     Attributes:
@@ -50,6 +50,7 @@ class MtpModel(Model):
     ) -> None:
         own = ModelWeights(weights.join, [weights.layer], weights.norm, weights.join)
         super().__init__(config, own, operators, ends=(target.embed, target.lm_head))
+        self.target = target
         self._join, self._is_normed = make_linear(weights.join, None), weights.is_normed
         self._norms = weights.embedding_norm, weights.state_norm
         self.before = zeros((num_kv_slots, config.hidden_size), weights.join.dtype, weights.join.device)
@@ -183,7 +184,8 @@ class MtpDrafts(DraftRunner):
                 places = [one.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, end)]
                 if end <= len(shifted.token_ids):
                     first = shifted.first + start
-                    head.before[places] = self._states.of(shifted.source.slot, first, first + len(token_ids))
+                    states = self._states.of(shifted.source.slot, first, first + len(token_ids))
+                    head.before[places] = head.target.normed(states)
                 else:
                     head.before[places] = self._own[index]
         found = super()._step(rows, wishes, copies)

@@ -69,12 +69,11 @@ class DeviceTables:
 
 
 class LastStates:
-    """The last hidden states of each slot's newest tokens, normed, on a CPU: what drafts read (gpu/mtp.py)."""
+    """Last hidden states of each slot's newest tokens, before the last norm, on a CPU: what gpu/mtp.py reads."""
 
     def __init__(self, num_slots: int, width: int, dtype: torch.dtype) -> None:
-        shape = (num_slots, MOST_STATES)
-        self._states = zeros((*shape, width), dtype, torch.device("cpu"))
-        self._positions = np.full(shape, NO_SLOT, np.int64)  # whose state is there
+        self._states = zeros((num_slots * MOST_STATES, width), dtype, torch.device("cpu"))
+        self._positions = np.full((num_slots, MOST_STATES), NO_SLOT, np.int64)  # whose state is there
 
     def clear(self, slot: int) -> None:
         """Another sequence begins."""
@@ -83,7 +82,7 @@ class LastStates:
     def put(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], states: Tensor) -> None:
         """slots, positions: [some], each pair once. states: [some, hidden]."""
         places = positions % MOST_STATES
-        self._states[torch.from_numpy(slots), torch.from_numpy(places)] = states
+        self._states.index_copy_(0, torch.from_numpy(slots * MOST_STATES + places), states)
         self._positions[slots, places] = positions
 
     def oldest(self, slot: int, end: int) -> int:
@@ -94,7 +93,7 @@ class LastStates:
 
     def of(self, slot: int, start: int, end: int) -> Tensor:
         """[end - start, hidden], all of which are there."""
-        return self._states[slot, torch.arange(start, end) % MOST_STATES]
+        return self._states[slot * MOST_STATES + torch.arange(start, end) % MOST_STATES]
 
 
 class RowOperators:

@@ -402,7 +402,7 @@ class Steps:
         if self.last_states is not None and len(layout.kept):
             slots, positions = layout.tokens[:2, layout.kept].astype(np.int64)
             num_before = len(hidden) - len(layout.kept)
-            self.last_states.put(slots, positions, self._model.normed(hidden[num_before:]))
+            self.last_states.put(slots, positions, hidden[num_before:])
             hidden = hidden[: num_before or None]
         out = self._logits[:num_logits] if self._logits is not None and num_logits == len(step.logits) else None
         step.logits = self._model.logits(hidden[:num_logits], out)

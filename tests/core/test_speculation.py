@@ -99,17 +99,24 @@ class MisleadingRunner(SimulatedRunner):
         return length % 4 or 100 + length
 
 
-def test_drafts_that_are_never_right_cost_two_percent_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where nothing is learned from that."""
+@pytest.mark.usefixtures("one_step")
+@pytest.mark.parametrize("num_kept_states", [None, 3])
+def test_drafts_that_are_never_right_cost_two_percent_at_most(
+    num_kept_states: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where nothing is learned from that, and where recurrent layers compute a token again after each."""
     monkeypatch.setattr(Drafter, "_share", lambda *_: 0.9)
     took_s = []
     for max_drafts in (32, 0):
         clock = FakeClock()
         limits = replace(LIMITS, num_blocks=800, max_model_len=1000, few_tokens=8, max_drafts=max_drafts)
+        limits = replace(limits, num_kept_states=num_kept_states, block_size=16)
         under_test = EngineUnderTest(limits, (EOS,), MisleadingRunner(limits, CostModel(), clock), clock=clock)
         under_test.send(Submit(make_request("a", max_tokens=600, ignore_eos=True)))
         under_test.run()
         took_s.append(clock())
+        if max_drafts:
+            assert under_test.scheduler.stats().num_draft_tokens > 50
     assert took_s[0] <= 1.02 * took_s[1]
 
 

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
 from core.config import QUANTIZE_SCHEMES
 from core.errors import StartupError
 from core.scheduler import Scheduler
+from gpu.loading import load_runner
 from gpu.model import Model
 from gpu.runner import keeps_rounding
 from tests.fakes import FakeClock
-from tests.gpu.conftest import ENGINE, open_runner
+from tests.gguf_files import write_gguf
+from tests.gpu.conftest import ENGINE, no_progress, open_runner
+from tests.gpu.test_gguf import model_of
 from tests.gpu.test_overlap import EOS, draw_workload
 from tests.workload import Workload, WorkloadRun
 
@@ -27,16 +31,25 @@ from tests.workload import Workload, WorkloadRun
         ("int8", "float32", "auto", "auto"),
         ("int4", "float32", "int8", "int8"),
         (None, "bfloat16", "auto", "int8"),
+        (Q.Q8_0, "bfloat16", "auto", "auto"),
+        (Q.Q4_0, "float32", "auto", "int8"),
     ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
-    model_directory: Callable[[str], Path], scheme: str | None, dtype: str, activations: str, kv_dtype: str
+    model_directory: Callable[[str], Path],
+    tmp_path: Path,
+    scheme: str | Q | None,
+    dtype: str,
+    activations: str,
+    kv_dtype: str,
 ) -> None:
     """Alone with all the room and no drafts; together in few blocks, in small chunks, with drafts."""
-    asked = replace(
-        ENGINE, dtype=dtype, quantize=scheme, activations=activations, kv_dtype=kv_dtype, deterministic=True
-    )
-    runner = open_runner(model_directory("qwen3"), asked)
+    asked = replace(ENGINE, dtype=dtype, activations=activations, kv_dtype=kv_dtype, deterministic=True)
+    if isinstance(scheme, Q):
+        file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf", scheme)
+        runner = load_runner(file, model_of(file), asked, no_progress)
+    else:
+        runner = open_runner(model_directory("qwen3"), replace(asked, quantize=scheme))
     together = Workload(draw_workload(random.Random(1)).requests[:6])
     limits = runner.limits
     runner.limits = replace(limits, num_blocks=5, max_batch_tokens=24, timed_rows=())
