@@ -731,7 +731,8 @@ def _state_space(config: Mapping[str, Any], family: Family) -> RecurrentConfig:
 
 def _input_factors(config: Mapping[str, Any]) -> tuple[float, ...]:
     of_all = positive_float(config, "ssm_in_multiplier", 1.0)
-    return tuple(of_all * factor for factor in _floats(config, "ssm_multipliers", 5))
+    factors = tuple(of_all * factor for factor in _floats(config, "ssm_multipliers", 5))
+    return () if set(factors) == {1.0} else factors
 
 
 def _factors(config: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
@@ -942,7 +943,7 @@ def _layers(
         if family.is_of_blocks:
             attends = config["layer_types"][index] == "full_attention"
             has_mlp = not attends and not recurrent
-        own_rope = local_rope if windowed else rope
+        own_rope: RopeConfig | None = local_rope if windowed else rope
         if not attends or not is_rotated[index]:
             own_rope = _unturned(config) if family.has_chunks else None
         own_window = window if windowed else None
