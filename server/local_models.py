@@ -617,6 +617,7 @@ class LocalModels:
         model.failure, model.backoff_s = None, FIRST_BACKOFF_S
         self._set_limit(model, None)
         logger.info("the model %s is loaded: %.1f s", model.name, model.load_s)
+        self._processes.keep(model.config)
         self._wake(model, None)
         self._set_timer(model)
         model.watch = self._loop.create_task(self._watch(model), context=Context())

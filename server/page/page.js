@@ -13,7 +13,7 @@ import { tenants } from "/dashboard/tenants.js";
  *   blocks: import("/dashboard/engine.js").BlockMap[]}} Frame
  */
 
-const MAX_POINTS = 720, MAX_ENDED = 1000, MAX_SHOWN = 100, MAX_PREEMPTED = 64, RETRY_MS = 1000, MAX_RETRY_MS = 15000;
+const MAX_POINTS = 720, MAX_ENDED = 1000, MAX_SHOWN = 100, MAX_PREEMPTED = 64, MAX_BESIDE = 12, RETRY_MS = 1000, MAX_RETRY_MS = 15000;
 
 /** @type {string | null} */
 let key = null; // in memory alone
@@ -22,7 +22,9 @@ let columns = [];
 /** @type {(number | null)[][]} */
 let points = [];
 /** @type {Row[]} */
-let ended = [];
+let ended = []; // the latest first
+/** @type {Row[]} */
+let running = [];
 /** @type {string | null} */
 let shownId = null; // of the request whose waterfall is open
 
@@ -197,6 +199,7 @@ function show(frame) {
     points = points.concat(frame.points).slice(-MAX_POINTS);
     drawCharts();
   }
+  running = frame.requests;
   showEngine(frame);
   ended = frame.ended.reverse().concat(ended).slice(0, MAX_ENDED);
   tell($("about"), [frame.model, frame.version].filter(Boolean).join(" · "));
@@ -251,8 +254,28 @@ function openRequest(id) {
   tell($("detail-title"), `Request ${id}`);
   tell($("detail-about"), "");
   $("stages").replaceChildren();
-  $("detail").showModal();
+  $("beside").replaceChildren();
+  if (!$("detail").open) $("detail").showModal();
   refresh();
+}
+
+/**
+ * The requests of the same model that were in progress beside one, longest together first.
+ * @param {string} id @param {string} model @param {number} began in ms since 1970 @param {number} length in ms
+ */
+function showBeside(id, model, began, length) {
+  const now = Date.now();
+  /** @type {Row[]} */
+  const all = [...running.map((row) => ({ ...row, start: now - row.age_s * 1000 - began, end: now - began })),
+    ...ended.map((row) => ({ ...row, start: row.started * 1000 - began, end: row.started * 1000 + row.duration_ms - began }))];
+  const beside = all.filter((row) => row.id !== id && row.model === model && row.start < length && row.end > 0)
+    .map((row) => ({ ...row, from: Math.max(0, row.start), together: Math.min(length, row.end) - Math.max(0, row.start) }))
+    .sort((a, b) => b.together - a.together);
+  tell($("beside-caption"), `Requests beside it: ${beside.length}${beside.length > MAX_BESIDE ? `, ${MAX_BESIDE} are shown` : ""}`);
+  fill($("beside"), beside.slice(0, MAX_BESIDE), (row) => emptyRow(6, [2, 3, 4], opener(row)), (cells, row) => {
+    [row.tenant, known(row.num_prompt_tokens, whole), known(row.num_tokens, whole), time(row.together)].forEach((text, i) => tell(cells[i + 1], text));
+    cells[5].replaceChildren(bar(row.from, row.together, length));
+  }, "None.");
 }
 
 /** @param {Row} row */
@@ -282,6 +305,7 @@ async function refresh() {
     line.cells[3].append(bar(one.start_ms, one.duration_ms, end));
     return line;
   }));
+  showBeside(id, told.model ?? running.find(isShown)?.model, began, end);
 }
 
 const refreshTenants = tenants(ask, refusal);

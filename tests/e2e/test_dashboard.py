@@ -236,6 +236,9 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         confirm()
         page.wait("document.getElementById('tenants-told').textContent.includes('is revoked')")
         assert post(server.port, "/v1/completions", LONG, created).status == 401
+        page.evaluate("document.querySelector('#ended button').click()")
+        page.wait("document.getElementById('beside').innerText.includes('None.')")
+        page.press("Escape", 27)
         type_into("search", "ACME")
         page.wait("document.getElementById('num-ended').textContent === '3 of 3'")
         type_into("search", "x")
