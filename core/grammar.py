@@ -231,7 +231,7 @@ class GrammarCompiler:
     """
     Args:
         encode: ids of a text, without special tokens.
-        most_tokens: that an answer can have.
+        most_tokens: that an answer can have; it may be set until the first grammar is compiled.
     """
 
     def __init__(
@@ -239,7 +239,8 @@ class GrammarCompiler:
     ) -> None:
         token_bytes, special_ids, eos_ids = vocabulary.token_bytes, vocabulary.special_ids, vocabulary.eos_ids
         self._vocabulary = vocabulary
-        self._most_characters = None if most_tokens is None else most_tokens * max(map(len, token_bytes))
+        self.most_tokens = most_tokens
+        self._longest = max(map(len, token_bytes))  # token's
         if not eos_ids:  # the library needs one: a token beyond the model's
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
@@ -261,10 +262,10 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits.
         """
-        if self._most_characters is not None:
+        if self.most_tokens is not None:
             for one in (spec, *spec.schemas):
                 if one.kind is GrammarKind.JSON_SCHEMA:
-                    check_answerable(json.loads(one.source), one.param, self._most_characters)
+                    check_answerable(json.loads(one.source), one.param, self.most_tokens * self._longest)
         return self._compile_checked(spec)
 
     def _compile_checked(self, spec: GrammarSpec) -> Grammar:

@@ -295,12 +295,17 @@ _LIBRARY = re.compile(r"/.*\.so[.\d]*$")
 _COUNT = re.compile(r"(Anonymous|Rss): +(\d+) kB$")
 
 
+shares_code_pages = False  # with a process that this one was forked from, and with others: little is its own
+
+
 def drop_code_pages() -> int:
-    """Drop libraries' pages that only starting needed; they are read again when needed.
+    """Drop libraries' pages that only starting needed, unless they are shared; they are read again when needed.
 
     A mapping with a page that was written to, as the loader does where it relocates, would not come back from the file,
     and is left alone. Returns how many resident bytes were dropped; 0 where the system does not tell.
     """
+    if shares_code_pages:
+        return 0
     try:
         lines = _SMAPS.read_text(errors="replace").splitlines()
     except OSError:

@@ -4,7 +4,9 @@ Families differ in fields of ModelConfig and in which parameters a layer has. No
 Keys and values are written to the paged cache before attention reads it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,6 +52,8 @@ class Rotation:
 
 
 UNROTATED = Rotation(None, None)
+ComputeLayers = Callable[[Tensor, list[Rotation], Batch], Tensor]
+"""Embeddings [tokens, hidden] to last hidden states, [asked, hidden]"""
 
 
 @dataclass(slots=True)
@@ -148,7 +152,12 @@ class Model:
             batch.recurrent.copy_states()
         positions = batch.tokens.positions
         rotations = [Rotation(rope.rotation(positions), rope.query_scale(positions)) for rope in self.ropes]
-        first_norm = self.layers[0].first_norm
+        compute, few = partial(self._through_layers, cache=cache), self.operators.few_layers
+        return compute(x, rotations, batch) if few is None else few(compute, x, rotations, batch)
+
+    def _through_layers(self, x: Tensor, rotations: list[Rotation], batch: Batch, cache: KVCache) -> Tensor:
+        """x: embeddings, [tokens, hidden]; returns as forward() does."""
+        adapted, with_adapters, first_norm = self.adapted, batch.adapted, self.layers[0].first_norm
         normed = x if first_norm is None else self.operators.norm(x, first_norm)
         for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
             mixed = self._mixed(layer, normed, rotations, batch, cache) if layer.mixes else None

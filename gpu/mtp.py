@@ -134,12 +134,6 @@ class MtpDrafts(DraftRunner):
         self._shifted: dict[Sequence, _Shifted] = {}
         self._own: dict[int, Tensor] = {}  # by wish: the head's state of what it has drafted last, [1, hidden]
 
-    def propose(self, wishes: Seq[DraftWish]) -> tuple[list[list[int]], float, float]:
-        found = super().propose(wishes)
-        for sequence in [sequence for sequence, one in self._shifted.items() if one not in self._known]:
-            del self._shifted[sequence]
-        return found
-
     def clear(self) -> None:
         super().clear()
         self._shifted.clear()
@@ -156,6 +150,7 @@ class MtpDrafts(DraftRunner):
                 self._forget(one)
             shifted = None
         if shifted is None:
+            self._shifted = {source: one for source, one in self._shifted.items() if one in self._known}
             shifted = self._shifted[sequence] = _Shifted(sequence, oldest, [])
         known = self._num_sure(shifted)
         shifted.token_ids[known:] = sequence.token_ids[shifted.first + 1 + known :]

@@ -4,6 +4,7 @@ They serve on every device. The kernels of cpu_kernels/ and kernels/ replace the
 them. Norms and RoPE are computed in float32.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ class Operators:
     matmuls: MatmulChoices | None = None  # None: there is no choice
     sampler: MakeSampler | None = None  # None: torch samples
     has_blocks = False  # whether int8 and int4 are multiplied as blocks
+    few_layers: Callable[..., Tensor] | None = None  # runs the layers for few rows (RecordedLayers); None: Python does
     has_device_rows = False  # whether rows are read at fixed addresses, so that a graph may hold a step
     make_rows: type[RowOperators] = RowOperators
     ranks: Ranks | None = None  # None: this process computes the whole model

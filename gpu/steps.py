@@ -145,7 +145,7 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool, ke
     Args:
         num_prompt_tokens: [slots]
         are_own_alone: several own tokens of a sequence are rows of one token each. False: they count as a prompt.
-        keeps: last hidden states are kept: of own tokens, and of a prompt's MOST_STATES last ones.
+        keeps: last hidden states are kept, of a row's MOST_STATES last tokens, or of its prompt's.
     """
     lengths, ends = plan.lengths, plan.starts + plan.lengths
     num_tokens = plan.num_tokens
@@ -182,8 +182,8 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool, ke
         drafts = DraftRows(drafts.turns[by_place], drafts.next_ids[by_place])
     asked, kept = None, order[:0]
     if keeps:
-        newest = (num_prompt_tokens[plan.slots] - MOST_STATES)[row_of]
-        kept = np.flatnonzero((positions >= newest)[order])
+        first_kept = np.maximum(num_prompt_tokens[plan.slots], ends) - MOST_STATES  # [rows]
+        kept = np.flatnonzero((positions >= first_kept[row_of])[order])
     if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
         first_tokens = before.astype(np.int32)
         more = place[scored_tokens(plan, first_tokens)], place[pooled_tokens(plan, first_tokens)]

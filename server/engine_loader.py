@@ -31,7 +31,8 @@ from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progres
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, thought_style_of, tool_style_of
+from server.grammar_guard import GuardedCompiler
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, compiler_of, thought_style_of, tool_style_of
 from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
@@ -41,6 +42,7 @@ from server.model_files import (
     parse_config,
     read_model_config,
     read_model_files,
+    stamps_of,
 )
 from server.observing.logs import LoggedLines, LogHandler
 from server.own_processes import DEVICES, Plan
@@ -94,12 +96,52 @@ def served_name(config: ServerConfig) -> str:
 
 
 def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig | EncoderConfig]:
-    files = read_model_files(
-        path, config.max_model_len, config.chat_template, config.allow_special_in_content, config.pooling
-    )
+    files = None
+    if _kept:
+        with suppress(OSError):  # what is missing is told by reading it
+            files = _kept.get(_kept_as(config, path))
+    if files is None:
+        given = config.chat_template, config.allow_special_in_content, config.pooling
+        files = read_model_files(path, config.max_model_len, *given)
     if is_encoder(files.config):
         return files, encoder_of(files.config)
     return files, parse_config(path, files.config, config.max_model_len)
+
+
+MOST_KEPT = 8  # models
+_kept: dict[tuple[object, ...], ModelFiles] = {}  # for processes that are forked from this one; the last used last
+
+
+def share_code_pages() -> None:
+    """In a process that others are forked from."""
+    from gpu import device
+
+    device.shares_code_pages = True
+
+
+def keep_files(config: ServerConfig) -> None:
+    """Read a model's tokenizer, template and vocabulary, so that a process that is forked later finds them.
+
+    Weights are not read.
+
+    Raises:
+        StartupError, OSError: a file is missing or broken.
+    """
+    path = model_path(config, fetches=False)
+    key = _kept_as(config, path)
+    files = _kept.pop(key, None)
+    if files is None:
+        files, _ = _read_model(config, path)
+        files = replace(files, compiler=compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler))
+    _kept[key] = files
+    for old in [one for one in _kept if one[0] == path and one != key] + list(_kept)[:-MOST_KEPT]:
+        _kept.pop(old, None)
+
+
+def _kept_as(config: ServerConfig, path: Path) -> tuple[object, ...]:
+    template = config.chat_template
+    given = config.max_model_len, template, config.allow_special_in_content, config.pooling
+    return path, given, stamps_of(path), template and template.stat().st_mtime_ns
 
 
 # Loading.

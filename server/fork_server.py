@@ -24,9 +24,9 @@ from typing import NoReturn
 
 from core.errors import ExitCode, StartupError
 from server.cli import as_startup_error, run_server
-from server.engine_loader import local_plan
+from server.engine_loader import keep_files, local_plan, share_code_pages
 from server.observing.logs import configure_logging, log_everything
-from server.own_processes import READY_SERIAL, News, Order, Refusal
+from server.own_processes import KEEP_SERIAL, READY_SERIAL, News, Order, Refusal
 from server.supervision import ServiceManager
 
 ORDER_BYTES = 256 * 1024
@@ -54,6 +54,7 @@ def main(line: socket.socket) -> None:
             __import__(name)
         except ImportError:  # an extra
             continue
+    share_code_pages()
     gc.collect()
     gc.freeze()  # pages stay shared
     woken, wake = socket.socketpair()
@@ -77,6 +78,11 @@ def main(line: socket.socket) -> None:
             if not data:
                 return
             order: Order = pickle.loads(data)
+            if order.serial == KEEP_SERIAL:
+                with suppress(StartupError, OSError):  # told when it is served
+                    keep_files(order.config)
+                    gc.freeze()
+                continue
             pid = _fork(partial(_plan if order.notify is None else _serve, order, line))
             serials[pid] = order.serial
             line.send(pickle.dumps(News(order.serial, pid)))

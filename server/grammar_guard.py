@@ -111,7 +111,6 @@ class GuardedCompiler(GrammarCompiler):
         self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], most_tokens: int | None = None
     ) -> None:
         super().__init__(vocabulary, encode, most_tokens)
-        self._arguments = () if most_tokens is None else (str(most_tokens),)
         self._files: list[IO[bytes]] = []  # the one with the vocabulary, once it is written
         self._starting = threading.Lock()
         self._ending = threading.Thread()  # the last process that was killed
@@ -194,7 +193,7 @@ class GuardedCompiler(GrammarCompiler):
             self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
             self._files[0].write(msgspec.msgpack.encode(self._vocabulary))
             self._files[0].flush()
-        worker = _Worker(self._files[0].fileno(), *self._arguments)
+        worker = _Worker(self._files[0].fileno(), *(() if self.most_tokens is None else (str(self.most_tokens),)))
         self._workers.add(worker)
         return worker
 

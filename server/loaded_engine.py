@@ -107,7 +107,8 @@ def prompt_reader(
     )
     adapters = [adapter_card(card, *one) for one in loaded.adapters]
     # Made now: the library keeps the GIL for half a second with a vocabulary of 152,000, and requests would wait
-    compiler = compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
+    compiler = files.compiler or compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler)
+    compiler.most_tokens = limits.max_model_len
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     identity = identity_of(loaded, tool_format)
     reader = PromptReader(

@@ -5,7 +5,7 @@
 A process is `serve` on a Unix socket in a directory of ours, and an upstream as any other once it is ready.
 server/own_processes.py starts it, and says what it tells of itself.
 
-          asked for, planned, room           ready              unused for keep_alive, asked for, or gives way
+          asked for, planned, room           ready              unused for keep_alive, unloaded, or gives way
     ASLEEP ──── _start ────▶ LOADING ── _on_ready ──▶ AWAKE ──── _end ────▶ ENDING
       ▲                         │ fails, hangs          │ dies, hangs         │
       └─── _on_ended ───────────┴───────────────────────┴─────────────────────┘
@@ -617,6 +617,7 @@ class LocalModels:
         model.failure, model.backoff_s = None, FIRST_BACKOFF_S
         self._set_limit(model, None)
         logger.info("the model %s is loaded: %.1f s", model.name, model.load_s)
+        self._processes.keep(model.config)
         self._wake(model, None)
         self._set_timer(model)
         model.watch = self._loop.create_task(self._watch(model), context=Context())

@@ -33,6 +33,7 @@ from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, end_ids, generation_of, keys_of, tokenizer_files
+from core.grammar import GrammarCompiler
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
 from core.types import Pooling, PoolingKind
 from server.api.decoding import range_of
@@ -97,6 +98,7 @@ class ModelFiles:
         recommended: generation_config.json's sampling: fields of server.api.fields.GenerationDefaults.
         eos_ids: each ends an answer.
         pooling: what its vectors are; None: it makes none.
+        compiler: of grammars, where one is kept for a model that is loaded again.
     """
 
     path: Path
@@ -106,6 +108,7 @@ class ModelFiles:
     recommended: dict[str, Any]
     eos_ids: tuple[int, ...]
     pooling: PoolingStyle | None = None
+    compiler: GrammarCompiler | None = None
 
 
 def is_gguf(path: Path) -> bool:
@@ -156,6 +159,17 @@ def read_model_files(
     eos_ids = contents.eos_ids(tokenizer.eos_id)
     style = read_pooling(path, contents.config, tokenizer, pooling)
     return ModelFiles(path, contents.config, tokenizer, template, contents.recommended(), eos_ids, style)
+
+
+def stamps_of(path: Path) -> tuple[tuple[object, ...], ...]:
+    """What changes when a file of a model directory, or of its modules, or a GGUF file does.
+
+    Raises:
+        OSError: it is not there.
+    """
+    files = [path] if is_gguf(path) else sorted([*path.iterdir(), *path.glob("*/*.json")])
+    told = [(str(file), file.stat()) for file in files]
+    return tuple((name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in told)
 
 
 def tasks_in(path: Path, pooling: str | None) -> tuple[str, ...]:

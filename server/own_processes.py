@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 RESEND_S = 0.1
 NOTICE_BYTES = 64 * 1024
 DEVICES = ("cpu", "cuda")
-READY_SERIAL = 0  # of the news that the fork server takes orders; orders have others
+# Of the news that the fork server takes orders, and of orders that bring no news; others are positive.
+READY_SERIAL, KEEP_SERIAL = 0, -1
 MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
 _OWN_VARIABLES = ("STEPLOOP_", "LISTEN_", "NOTIFY_", "WATCHDOG_")  # the settings, keys among them, and systemd's
 
@@ -93,11 +94,11 @@ class Refusal(NamedTuple):
 
 
 class Order(NamedTuple):
-    """To the fork server: plan or serve a model.
+    """To the fork server: plan or serve a model, or keep its files for when it is served again.
 
     Args:
         bounds: for planning: bytes for all models together, by device; of others, what is free.
-        notify: path of the socket for sd_notify; None: plan.
+        notify: for serving: path of the socket for sd_notify.
     """
 
     serial: int
@@ -164,6 +165,10 @@ class Processes:
         self._notices[serial] = notices
         self._loop.add_reader(notices, self._on_notice, serial, notices)
         self._send(Order(serial, config, notify=str(path)))
+
+    def keep(self, config: "ServerConfig") -> None:
+        """Read what its next process needs beside weights, now that one has been able to."""
+        self._send(Order(KEEP_SERIAL, config))
 
     def forget(self, serial: int) -> None:
         """Its process has ended."""

@@ -550,7 +550,7 @@ class Arguments(ctypes.Structure):
             "most_rows",  # query heads of one KV head in a piece
             "most_heads",  # KV heads of a piece
             "found",  # [units, kv_heads] x _head_bytes of one token, where splits are pieces
-            "counts",  # int64 [units, kv_heads], there: how many of a row's splits have ended, 0 at first
+            "counts",  # int64 [units, kv_heads], there: how many of a row's splits have ended, 0 at first and at last
         ),
         ("scale", ctypes.c_float),  # of scores, log2(e) included
     )
@@ -623,6 +623,8 @@ def attend_pieces(arguments):
             count = take_next(args.counts + 8 * (piece.first_unit * num_kv_heads + head))
             is_done = count == piece.num_units - 1
             if is_done:
+                counts = carray(pointer(args.counts), (piece.first_unit + 1, num_kv_heads), np.int64)
+                counts[piece.first_unit, head] = 0  # as the next layer finds it
                 found = args.found + piece.first_unit * unit_bytes + head * of_head
                 for number in range(1, piece.num_units):
                     _merge_heads(found, found + number * unit_bytes, num_heads, num_rows, head_dim)
@@ -652,36 +654,35 @@ class PagedAttention:
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """See AttentionKernels. query: bf16; a token's heads lie together. scores: are plain."""
         num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads, num_threads = kv.keys.shape[1], torch.get_num_threads()
-        per_kv = num_heads // num_kv_heads
-        pieces = rows.layout
-        if not isinstance(pieces, Pieces):
-            pieces = rows.layout = divide(rows, num_kv_heads, per_kv, head_dim, num_threads)
+        num_kv_heads = kv.keys.shape[1]
         out = query.new_empty((num_tokens, num_heads * head_dim))
-        pieces.counts.zero_()
         arguments = Arguments(
-            pieces=pieces.table.ctypes.data,
-            num_pieces=len(pieces.table),
             query=query.data_ptr(),
             query_stride=query.stride(0) * query.element_size(),
             keys=kv.keys.data_ptr(),
             values=kv.values.data_ptr(),
             head_bytes=kv.keys.stride(1) * kv.keys.element_size(),
-            tables=rows.tables.data_ptr(),
-            table_width=rows.tables.stride(0),
             window=NO_WINDOW if rows.window is None else rows.window,
             out=out.data_ptr(),
             num_kv_heads=num_kv_heads,
-            per_kv=per_kv,
+            per_kv=num_heads // num_kv_heads,
             head_dim=head_dim,
-            most_rows=pieces.most_tokens * per_kv,
-            most_heads=pieces.most_heads,
-            found=pieces.found.data_ptr(),
-            counts=pieces.counts.data_ptr(),
             scale=(head_dim**-0.5 if scores.scale is None else scores.scale) * LOG2_E,
         )
-        self._kernel(arguments, num_threads)
+        self.aim(arguments, rows)
+        self._kernel(arguments, torch.get_num_threads())
         return out
+
+    def aim(self, arguments: Arguments, rows: RaggedRows) -> None:
+        """Tell a kernel what its rows see."""
+        pieces = rows.layout
+        if not isinstance(pieces, Pieces):
+            given = arguments.num_kv_heads, arguments.per_kv, arguments.head_dim
+            pieces = rows.layout = divide(rows, *given, torch.get_num_threads())
+        arguments.pieces, arguments.found, arguments.counts = pieces.places
+        arguments.num_pieces = len(pieces.table)
+        arguments.tables, arguments.table_width = rows.tables.data_ptr(), rows.tables.stride(0)
+        arguments.most_rows, arguments.most_heads = pieces.most_tokens * arguments.per_kv, pieces.most_heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -691,14 +692,15 @@ class Pieces:
     Args:
         table: PIECE [pieces].
         found: bytes: the results of splits that are pieces, until they are merged.
-        counts: int64 [splits, KV heads]: how many have ended; zeros before each use.
+        counts: int64 [splits, KV heads]: how many have ended; zeros before and after each use.
     """
 
     table: npt.NDArray[np.void]
     most_tokens: int
     most_heads: int
-    found: Tensor
-    counts: Tensor
+    found: npt.NDArray[np.uint8]
+    counts: npt.NDArray[np.int64]
+    places: tuple[int, int, int]  # addresses of these three
 
 
 def divide(rows: RaggedRows, num_kv_heads: int, per_kv: int, head_dim: int, num_threads: int) -> Pieces:
@@ -724,9 +726,10 @@ def divide(rows: RaggedRows, num_kv_heads: int, per_kv: int, head_dim: int, num_
         first_unit += count
     num_units = first_unit if first_unit > num_decodes else 0
     most_tokens = max((piece[2] for piece in pieces), default=1)
-    found = torch.empty(num_units * num_kv_heads * _head_bytes(per_kv, head_dim), dtype=torch.uint8)
-    counts = torch.empty((num_units, num_kv_heads), dtype=torch.int64)
-    return Pieces(np.array(pieces, dtype=PIECE), most_tokens, num_heads, found, counts)
+    table, found = np.array(pieces, PIECE), np.empty(num_units * num_kv_heads * _head_bytes(per_kv, head_dim), np.uint8)
+    counts = np.zeros((num_units, num_kv_heads), np.int64)
+    places = table.ctypes.data, found.ctypes.data, counts.ctypes.data
+    return Pieces(table, most_tokens, num_heads, found, counts, places)
 
 
 def divide_decodes(

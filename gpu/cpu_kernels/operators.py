@@ -17,6 +17,7 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from gpu.cpu_kernels.attention import PagedAttention
 from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
+from gpu.cpu_kernels.recorded import RecordedLayers
 from gpu.cpu_kernels.recurrence import KINDS, can_compute
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
@@ -71,7 +72,7 @@ class NormArguments(ctypes.Structure):
             "next_piece",  # 0
             "x",  # bf16 [tokens, width]
             "added",  # as x; 0: nothing
-            "weight",  # [width]
+            "weight",  # [width]; 0: the sum alone
             "total",  # as x: x + scale * added; not written where nothing is added
             "normed",  # as x
             "num_tokens",
@@ -157,7 +158,8 @@ def add_and_norm(arguments):
                 value = multiply_add(load_widened(args.added + at), scale, load_widened(args.x + at))
                 store_rounded(args.total + at, value)
             row = args.total + offset
-        _norm(row, args.weight, args.is_weight_float, width, args.eps, args.normed + offset)
+        if args.weight:
+            _norm(row, args.weight, args.is_weight_float, width, args.eps, args.normed + offset)
         token = take_next(arguments)
 
 
@@ -273,7 +275,8 @@ class KernelOperators(Operators):
     def __init__(self, config: ModelConfig, has_attention: bool) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
         if has_attention:
-            self.attention = PagedAttention()
+            self.attention = attention = PagedAttention()
+            self.few_layers = RecordedLayers(attention)
         self._multiply = Kernel(multiply_rows)
         self._norm, self._rotate, self._gate = Kernel(add_and_norm), Kernel(rotate_and_store), Kernel(gate)
 
@@ -309,7 +312,7 @@ class KernelOperators(Operators):
         return self._add_norm(x, None, 1.0, weight)[1]
 
     def add_norm(self, x: Tensor, added: Tensor, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        if weight is None or not _is_supported(x, weight) or not added.is_contiguous():
+        if not _is_supported(x, weight) or not added.is_contiguous():
             return super().add_norm(x, added, scale, weight)
         return self._add_norm(x, added, scale, weight)
 
@@ -359,18 +362,18 @@ class KernelOperators(Operators):
         self._gate(arguments, _threads_for(gate_up.numel()))
         return out
 
-    def _add_norm(self, x: Tensor, added: Tensor | None, scale: float, weight: Tensor) -> tuple[Tensor, Tensor]:
-        normed = torch.empty_like(x)
+    def _add_norm(self, x: Tensor, added: Tensor | None, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         total = x if added is None else torch.empty_like(x)
+        normed = total if weight is None else torch.empty_like(x)
         arguments = NormArguments(
             x=x.data_ptr(),
             added=0 if added is None else added.data_ptr(),
-            weight=weight.data_ptr(),
+            weight=0 if weight is None else weight.data_ptr(),
             total=total.data_ptr(),
             normed=normed.data_ptr(),
             num_tokens=x.shape[0],
             width=x.shape[1],
-            is_weight_float=weight.dtype == torch.float32,
+            is_weight_float=weight is not None and weight.dtype == torch.float32,
             scale=scale,
             eps=self._eps,
         )
@@ -383,8 +386,8 @@ def _is_multiplied(weight: Tensor) -> bool:
     return keeps_rows() and weight.dtype == torch.bfloat16 and can_gather(weight.shape)
 
 
-def _is_supported(x: Tensor, weight: Tensor) -> bool:
-    return x.is_contiguous() and weight.dim() == 1 and x.shape[-1] % LANES == 0
+def _is_supported(x: Tensor, weight: Tensor | None) -> bool:
+    return x.is_contiguous() and (weight is None or weight.dim() == 1) and x.shape[-1] % LANES == 0
 
 
 def _threads_for(num_numbers: int) -> int:

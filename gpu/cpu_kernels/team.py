@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +27,12 @@ class Kernel:
     """
     Args:
         compiled: numba's cfunc of int64 to nothing, which divides the work among the threads that call it.
+
+    Attributes:
+        recorded: where all kernels that are started are noted, with copies of their arguments; None: nowhere.
     """
+
+    recorded: ClassVar[list[tuple[int, ctypes.Structure]] | None] = None
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled  # keeps the code
@@ -38,6 +43,8 @@ class Kernel:
     def __call__(self, arguments: ctypes.Structure, num_threads: int) -> None:
         """Returns when every thread has returned."""
         address = ctypes.addressof(arguments)
+        if self.recorded is not None:
+            self.recorded.append((self._address, type(arguments).from_buffer_copy(arguments)))
         if num_threads == 1 or self._start is None:
             self._call(address)
         else:
@@ -46,11 +53,24 @@ class Kernel:
 
 @cache
 def _find_start() -> Start | None:
-    """GOMP_parallel(function, argument, num_threads, flags) of the runtime that torch has loaded (libgomp's ABI)."""
-    libraries = Path(torch.__file__).parent / "lib"
-    for path in sorted(libraries.glob("libgomp*.so*")):
-        start: Any = ctypes.CDLL(str(path)).GOMP_parallel
-        start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        start.restype = None
-        return start  # type: ignore[no-any-return]
-    return None
+    """GOMP_parallel(function, argument, num_threads, flags): libgomp's ABI."""
+    runtime = _runtime()
+    if runtime is None:
+        return None
+    start: Any = runtime.GOMP_parallel
+    start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    start.restype = None
+    return start  # type: ignore[no-any-return]
+
+
+def runtime_function(name: str) -> int:
+    """Address of a function of torch's OpenMP runtime; 0: there is no runtime."""
+    runtime = _runtime()
+    return 0 if runtime is None else ctypes.cast(runtime[name], ctypes.c_void_p).value or 0
+
+
+@cache
+def _runtime() -> ctypes.CDLL | None:
+    """The one that torch has loaded."""
+    libraries = (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")
+    return next((ctypes.CDLL(str(path)) for path in sorted(libraries)), None)

@@ -31,8 +31,6 @@ from server.wire import sse
 
 _REPEATS = ("seed", "fingerprint", "model_digest", "settings_digest", "version", "prompt_digest", "token_ids")
 _STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit"}
-
-
 MostTokens = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # 0: the prompt alone is computed, for the cache
 
 

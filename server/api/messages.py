@@ -522,17 +522,13 @@ def models_reply(models: Sequence[ServedModel], query: Mapping[str, list[str]]) 
     Raises:
         InvalidRequest: of an unknown id, or a limit that is none.
     """
-    (_, limit), before, after = (
-        page_of(query, 1000),
-        *(query.get(name, [None])[0] for name in ("before_id", "after_id")),
-    )
+    _, limit = page_of(query, 1000)
+    before, after = (query.get(name, [None])[0] for name in ("before_id", "after_id"))
     shown = [_model_object(model) for model in models]
-    if before is not None:
-        found, has_more = page_behind(shown[::-1], before, limit, "before_id")
-        found = found[::-1]
-    else:
-        found, has_more = page_behind(shown, after, limit, "after_id")
-    return list_reply(found, has_more)
+    if before is None:
+        return list_reply(*page_behind(shown, after, limit, "after_id"))
+    found, has_more = page_behind(shown[::-1], before, limit, "before_id")
+    return list_reply(found[::-1], has_more)
 
 
 def model_reply(model: ServedModel) -> bytes:

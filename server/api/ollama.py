@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.constraints import ANY_OBJECT
@@ -139,7 +140,9 @@ class _Turn(msgspec.Struct, frozen=True):
 def context_of(turns: Sequence[Mapping[str, Any]]) -> list[int]:
     data = sse.json_line([{"role": turn["role"], "content": turn["content"]} for turn in turns])
     data += b" " * (-len(data) % _PIECE)
-    return [_MARK, *(int.from_bytes(data[at : at + _PIECE]) for at in range(0, len(data), _PIECE))]
+    pieces = np.zeros((len(data) // _PIECE, 8), np.uint8)  # on the loop: 100,000 numbers take some 5 ms
+    pieces[:, -_PIECE:] = np.frombuffer(data, np.uint8).reshape(-1, _PIECE)
+    return [_MARK, *pieces.view(">u8").ravel().tolist()]
 
 
 def turns_of(context: Sequence[int]) -> list[Message]:
@@ -418,8 +421,9 @@ def running_reply(models: Sequence[tuple[ServedModel, int, float | None]], card:
     lines = []
     for model, size, expires_s in models:
         expires = _time(NEVER.timestamp() if expires_s is None else expires_s)
-        more = {"size": size, "expires_at": expires, "size_vram": 0, "context_length": model.max_model_len}
-        lines.append(_tag(model, card) | more)
+        tag = _tag(model, card)
+        more = {"expires_at": expires, "size_vram": 0, "context_length": model.max_model_len}
+        lines.append(tag | more | {"size": size or tag["size"]})
     return sse.json_line({"models": lines})
 
 

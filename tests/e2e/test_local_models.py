@@ -177,7 +177,7 @@ def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: 
         assert chat(server, "one").status == 200
         (pid,) = wait_models(server, 2) - {other}
         with socket.create_connection(("127.0.0.1", server.port)) as client:
-            long: dict[str, object] = {"n": 64, "max_tokens": 240, "ignore_eos": True}  # for seconds
+            long: dict[str, object] = {"n": 4, "max_tokens": 240, "ignore_eos": True}
             body = {"model": "one", "prompt": "a", "stream": True, **long}
             client.sendall(post_bytes("/v1/completions", body, ("connection: close",)))
             received = client.recv(1 << 16)

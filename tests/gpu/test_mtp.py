@@ -208,6 +208,7 @@ def check(directory: Path, dtype: str, seeds: range) -> int:
         totals["accepted"] += stats.accepted_tokens["mtp"]
         num_requests += len(workload.requests)
         num_preempted += stats.num_preemptions
+        assert len(model._shifted) <= len(model._known) + 1
         model.clear()
         assert len(model._free_slots) == model.runner.limits.max_sequences
     assert num_preempted > 0

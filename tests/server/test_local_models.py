@@ -1,7 +1,9 @@
 """Which models are loaded: random histories of requests, loads, failures and deaths, in virtual time, by a seed."""
 
 import asyncio
+import os
 import random
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -10,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import ServiceError
+from core.errors import ServiceError, StartupError
+from server import engine_loader
 from server.config import ServerConfig
+from server.engine_loader import DEMO_DIRECTORY, keep_files
 from server.local_models import (
     FIRST_LATE_S,
     LEAST_LATE_S,
@@ -97,6 +101,8 @@ class SimulatedProcesses:
             self.loop.call_later(LOAD_S, self._notice, serial)
             if self.dice.random() < self.failing:
                 self.loop.call_later(LOAD_S + 10 * self.dice.random(), self._end, serial, 9)
+
+    def keep(self, config: ServerConfig) -> None: ...
 
     def forget(self, serial: int) -> None:
         self.known.remove(serial)
@@ -361,6 +367,28 @@ def test_a_busy_model_gives_way_after_its_turn_and_gets_its_next() -> None:
     (b_s,) = [at for name, at in ends if name == "b"]
     assert 10 < b_s < 20
     assert processes.starts == ["a", "b", "a"]
+
+
+def test_what_a_model_needs_beside_weights_is_kept_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_loader, "_kept", {})
+    path = tmp_path / "model"
+    shutil.copytree(DEMO_DIRECTORY, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = ServerConfig(model=path)
+    for _ in range(2):
+        assert engine_loader._read_model(config, path)[0].compiler is None
+        keep_files(config)
+        kept, _ = engine_loader._read_model(config, path)
+        assert kept.compiler is not None
+        assert engine_loader._read_model(config, path)[0] is kept
+        assert engine_loader._read_model(replace(config, max_model_len=64), path)[0] is not kept
+        os.utime(path / "config.json", ns=(1, 1))  # the ctime changes as well
+    keep_files(config)
+    assert len(engine_loader._kept) == 1, "those of older files go"
+    shutil.rmtree(path)
+    with pytest.raises(StartupError, match="does not exist"):
+        engine_loader._read_model(config, path)
 
 
 def test_an_order_to_a_fork_server_that_has_just_ended_is_lost_with_it(tmp_path: Path) -> None:

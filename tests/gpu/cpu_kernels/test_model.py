@@ -8,19 +8,18 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig
 from gpu import tune
+from gpu.cpu_kernels.recorded import RecordedLayers
 from gpu.device import cpu_flags
 from tests.gpu.conftest import open_runner
 from tests.gpu.driver import Driver, make_plan
 
 
-@pytest.fixture(scope="module")
-def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("windowed")
+def windowed_model(directory: Path, inner: int) -> Path:
     torch.manual_seed(5)
     config = MistralConfig(
         vocab_size=300,
         hidden_size=64,
-        intermediate_size=112,
+        intermediate_size=inner,
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=2,
@@ -33,10 +32,12 @@ def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def logits(directory: Path, dtype: str) -> torch.Tensor:
+def logits(directory: Path, dtype: str, is_recorded: bool = True) -> torch.Tensor:
     """Of rows of several lengths, decoded together with the same tokens whatever is drawn: [steps, rows, vocab]."""
     engine = EngineConfig(device="cpu", dtype=dtype, max_sequences=16, kv_memory_bytes=8 * 1024**2, threads=2)
     runner = open_runner(directory, engine)
+    if not is_recorded:
+        runner.operators.few_layers = None
     driver = Driver(runner)
     sequences = [driver.add([7 * index % 300 for index in range(1, length)]) for length in (4, 20, 39, 90)]
     driver.step(None, *sequences)
@@ -57,15 +58,26 @@ def logits(directory: Path, dtype: str) -> torch.Tensor:
 
 
 @pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16")
-def test_the_kernels_logits_are_as_near_to_float32_as_torchs(
-    windowed_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact, torchs = (logits(windowed_model, dtype) for dtype in ("float32", "bfloat16"))
+def test_the_kernels_logits_are_as_near_to_float32_as_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = windowed_model(tmp_path, 112)
+    exact, torchs = (logits(model, dtype) for dtype in ("float32", "bfloat16"))
     monkeypatch.setattr(tune, "MIN_KERNEL_PARAMETERS", 0)
-    kernels = logits(windowed_model, "bfloat16")
+    kernels = logits(model, "bfloat16")
     assert not torch.equal(kernels, torchs)  # they were used
     assert (kernels - exact).abs().max() < 1.25 * (torchs - exact).abs().max()
     top = exact.topk(2).values
     is_clear = top[..., 0] - top[..., 1] > 0.15  # several times the error of bfloat16
     assert torch.equal(kernels.argmax(-1)[is_clear], exact.argmax(-1)[is_clear])
     assert is_clear.sum() > 60
+
+
+@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16")
+def test_layers_that_are_recorded_compute_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "MIN_KERNEL_PARAMETERS", 0)
+    started = list[int]()
+    start = RecordedLayers.run
+    monkeypatch.setattr(RecordedLayers, "run", lambda *given: started.append(1) or start(*given))
+    model = windowed_model(tmp_path, 128)  # numba's kernels multiply all of its matrices
+    recorded = logits(model, "bfloat16")
+    assert len(started) >= 29  # all steps but the first
+    assert torch.equal(recorded, logits(model, "bfloat16", is_recorded=False))
