@@ -35,7 +35,7 @@ FILES = {  # by path
 MAX_RUNNING = 64  # shown of those in progress: with 10 viewers they cost 1 % of a core
 MAX_STEPS = 1024
 MAX_PREEMPTED = 64
-ASK_S = 1.0
+ASK_S = 1.0  # how often the engine is asked, while somebody looks
 BLOCKS_A_SECOND = 16_384  # looked at by the engine: a larger pool is mapped less often
 PROTECTION = (
     (
@@ -127,24 +127,15 @@ def live_of(app: App, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> 
     """
     recorder, clock = app.accounting.recorder, app.clock
     history = History(app.metrics, lambda: app.stats, clock.monotonic, clock.unix)
-
-    promised: tuple[int, list[dict[str, Any]]] = (-1, [])
-
     watch = EngineWatch(app)
-    devices: tuple[int, list[dict[str, Any]]] = (-1, [])
-
-    def shown_devices() -> list[dict[str, Any]]:
-        nonlocal devices
-        if devices[0] != history.points.num_ever:  # a driver may take milliseconds
-            found = {number: one._asdict() for number, one in app.metrics.devices.states().items()}
-            devices = history.points.num_ever, [{"id": number, **state} for number, state in found.items()]
-        return devices[1]
+    slow: tuple[int, dict[str, Any]] = (-1, {})  # what takes milliseconds, renewed with each point
 
     def frame() -> dict[str, Any]:
-        nonlocal promised
+        nonlocal slow
         watch.look()
-        if promised[0] != history.points.num_ever:  # sorting five minutes of requests takes milliseconds
-            promised = history.points.num_ever, promises(app, deadlines, history)
+        if slow[0] != history.points.num_ever:
+            devices = [{"id": number, **one._asdict()} for number, one in app.metrics.devices.states().items()]
+            slow = history.points.num_ever, {"promises": promises(app, deadlines, history), "devices": devices}
         requests = sorted(app.generating(), key=lambda one: one.timings.accepted_s)
         ready = app.readiness
         state = "draining" if ready.is_draining else ready.stage if not ready.is_ready else "ready"
@@ -152,8 +143,7 @@ def live_of(app: App, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> 
             "version": __version__,
             "model": app.metrics.model_name,
             "state": "stalled" if state == "ready" and ready.is_stalled else state,
-            "promises": promised[1],
-            "devices": shown_devices(),
+            **slow[1],
             "num_requests": len(requests),
             "requests": [shown_request(one, clock.monotonic()) for one in requests[:MAX_RUNNING]],
         }
