@@ -96,7 +96,10 @@ def served_name(config: ServerConfig) -> str:
 
 
 def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig | EncoderConfig]:
-    files = _kept.get(_kept_as(config, path)) if _kept else None
+    files = None
+    if _kept:
+        with suppress(OSError):  # what is missing is told by reading it
+            files = _kept.get(_kept_as(config, path))
     if files is None:
         given = config.chat_template, config.allow_special_in_content, config.pooling
         files = read_model_files(path, config.max_model_len, *given)

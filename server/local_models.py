@@ -5,7 +5,7 @@
 A process is `serve` on a Unix socket in a directory of ours, and an upstream as any other once it is ready.
 server/own_processes.py starts it, and says what it tells of itself.
 
-          asked for, planned, room           ready              unused for keep_alive, asked for, or gives way
+          asked for, planned, room           ready              unused for keep_alive, unloaded, or gives way
     ASLEEP ──── _start ────▶ LOADING ── _on_ready ──▶ AWAKE ──── _end ────▶ ENDING
       ▲                         │ fails, hangs          │ dies, hangs         │
       └─── _on_ended ───────────┴───────────────────────┴─────────────────────┘

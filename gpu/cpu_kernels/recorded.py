@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 from numba import carray, cfunc, types
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from gpu.cpu_kernels.attention import NO_WINDOW, PagedAttention
 from gpu.cpu_kernels.attention import Arguments as AttentionArguments
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 4  # whose buffers are kept, for each number of rows
 SPINS = 4096  # that a thread waits for the others before it lets other processes run: some 50 us
-ALLOCATING = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
+ALLOCATING = {"empty", "empty_like", "new_empty"}  # of torch's functions
 
 
 class Arguments(ctypes.Structure):
@@ -89,7 +89,7 @@ def run_calls(arguments):
                 _call_number(args.rest)
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(TorchFunctionMode):
     """Notes the kernels that are started, with their arguments, and keeps the memory that they work on.
 
     Attributes:
@@ -102,11 +102,13 @@ class _Recording(TorchDispatchMode):
         self.is_whole = True
         self._memory: list[object] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self._memory.append(found)
-        is_view = not function._schema.is_mutable and _is_view(found, args)
-        self.is_whole &= function._schema.name in ALLOCATING or is_view
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = function(*args, **(kwargs or {})), function.__name__
+        if isinstance(found, Tensor | list | tuple):
+            self._memory.append(found)
+            is_written = name.endswith("_") and not name.endswith("__")
+            self.is_whole &= name in ALLOCATING or not (is_written or _computes(found, args))
+        self.is_whole &= name != "__setitem__"
         return found
 
     def __enter__(self) -> "_Recording":
@@ -119,13 +121,11 @@ class _Recording(TorchDispatchMode):
         Kernel.recorded = None
 
 
-def _is_view(found: object, args: tuple[Any, ...]) -> bool:
-    """Whether an operator has computed nothing: all that it returns is its first argument's memory."""
-    tensors = [found] if isinstance(found, Tensor) else found
-    if not (isinstance(tensors, list | tuple) and args and isinstance(args[0], Tensor)):
-        return False
-    memory = args[0].untyped_storage().data_ptr()
-    return all(isinstance(one, Tensor) and one.untyped_storage().data_ptr() == memory for one in tensors)
+def _computes(found: Tensor | list[Any] | tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+    """Whether a tensor that a function returns is not its first argument's memory."""
+    tensors = [one for one in ([found] if isinstance(found, Tensor) else found) if isinstance(one, Tensor)]
+    memory = args[0].untyped_storage().data_ptr() if args and isinstance(args[0], Tensor) else None
+    return any(one.untyped_storage().data_ptr() != memory for one in tensors)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import ServiceError
+from core.errors import ServiceError, StartupError
 from server import engine_loader
 from server.config import ServerConfig
 from server.engine_loader import DEMO_DIRECTORY, keep_files
@@ -386,6 +386,9 @@ def test_what_a_model_needs_beside_weights_is_kept_until_a_file_changes(
         os.utime(path / "config.json", ns=(1, 1))  # the ctime changes as well
     keep_files(config)
     assert len(engine_loader._kept) == 1, "those of older files go"
+    shutil.rmtree(path)
+    with pytest.raises(StartupError, match="does not exist"):
+        engine_loader._read_model(config, path)
 
 
 def test_an_order_to_a_fork_server_that_has_just_ended_is_lost_with_it(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ async def test_while_it_loads_the_port_answers_with_the_stage() -> None:
     await loading.wait()
     key = "Authorization: Bearer s3cret"
     assert (await get(running, "/health")).status == 200
-    for data in (request("GET", "/ready"), chat().replace(b"Host: a", f"Host: a\r\n{key}".encode(), 1)):
+    for data in (request("GET", "/ready"), with_lines(chat(), key)):
         answer = await ask(running.server, closing(data))
         assert (answer.status, answer.json["error"]["code"]) == (503, "loading")
         assert "counting sheep" in answer.json["error"]["message"]
