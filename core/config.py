@@ -461,9 +461,7 @@ class ModelConfig(Traits):
     @property
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
-        qk_norms = {"none": 0, "plain": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[
-            self.qk_norm
-        ]
+        qk_norms = {"head": 2 * self.head_dim, "all": self.query_size + self.kv_size}.get(self.qk_norm, 0)
         qkv += self.query_size * self.has_output_gate
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
         sinks = self.num_heads * self.has_sinks
@@ -506,9 +504,7 @@ class ModelConfig(Traits):
         num_matrices = 2 + self.experts.has_gate
         expert = num_matrices * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
         router = self.hidden_size + self.experts.has_bias + self.experts.has_choice_bias
-        shared = (
-            num_matrices * self.hidden_size * self.experts.shared_size + self.hidden_size * self.experts.has_shared_gate
-        )
+        shared = self.hidden_size * (num_matrices * self.experts.shared_size + self.experts.has_shared_gate)
         return self.experts.num_experts * (expert + router) + shared
 
 
@@ -673,9 +669,8 @@ def _recurrence(config: Mapping[str, Any], family: Family, has_bias: bool) -> Re
         raise unsupported_field("quantization_config", config["quantization_config"], (None,))
     if family.recurrence == "conv":
         width = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
-        return RecurrentConfig(
-            "conv", _taps(config, "conv_L_cache"), width, has_bias=has_bias, has_convolution_bias=has_bias
-        )
+        taps = _taps(config, "conv_L_cache")
+        return RecurrentConfig("conv", taps, width, has_bias=has_bias, has_convolution_bias=has_bias)
     if family.recurrence == "mamba":
         return _state_space(config, family)
     heads, key_heads, key_dim, value_dim = (
@@ -706,7 +701,7 @@ def _state_space(config: Mapping[str, Any], family: Family) -> RecurrentConfig:
         positive_int(config, f"mamba_{name}", at_most=MAX_WIDTH) for name in ("n_heads", "n_groups", "d_state")
     )
     width = config.get("mamba_d_ssm")
-    if width is None and "mamba_expand" in config:
+    if width is None and "mamba_expand" in family.defaults:
         width = positive_int(config, "mamba_expand") * positive_int(config, "hidden_size", at_most=MAX_WIDTH)
     given = config.get("mamba_d_head")
     value_dim = width // heads if given in ("auto", None) and isinstance(width, int) else given
@@ -736,7 +731,8 @@ def _state_space(config: Mapping[str, Any], family: Family) -> RecurrentConfig:
 
 def _input_factors(config: Mapping[str, Any]) -> tuple[float, ...]:
     of_all = positive_float(config, "ssm_in_multiplier", 1.0)
-    return tuple(of_all * factor for factor in _floats(config, "ssm_multipliers", 5))
+    factors = tuple(of_all * factor for factor in _floats(config, "ssm_multipliers", 5))
+    return () if set(factors) == {1.0} else factors
 
 
 def _factors(config: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
@@ -938,7 +934,8 @@ def _layers(
     is_rotated = _rotated_layers(config, family, num_layers)
     is_windowed = _windowed_layers(config, family, is_rotated)
     window = positive_int(config, "sliding_window") if any(is_windowed) else None
-    is_recurrent, is_sparse = _recurrent_layers(config, family, num_layers), _sparse_layers(config, family, num_layers)
+    is_recurrent = _recurrent_layers(config, family, num_layers)
+    is_sparse = _sparse_layers(config, family, num_layers)
     layers = []
     for index in range(num_layers):
         recurrent, windowed = is_recurrent[index], is_windowed[index]
@@ -946,9 +943,9 @@ def _layers(
         if family.is_of_blocks:
             attends = config["layer_types"][index] == "full_attention"
             has_mlp = not attends and not recurrent
-        own_rope = (local_rope if windowed else rope) if attends and is_rotated[index] else None
-        if own_rope is None and family.has_chunks:
-            own_rope = _unturned(config)
+        own_rope: RopeConfig | None = local_rope if windowed else rope
+        if not attends or not is_rotated[index]:
+            own_rope = _unturned(config) if family.has_chunks else None
         own_window = window if windowed else None
         layers.append(LayerConfig(own_rope, own_window, is_sparse[index], recurrent, attends, has_mlp))
     return () if set(layers) == {LayerConfig(rope)} else tuple(layers)

@@ -96,6 +96,11 @@ class Target:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.into.shape) if self.stored_shape is None else self.stored_shape
 
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether rows have the numbers of the checkpoint's, if in another order within heads."""
+        return self.write is None and self.arrange is None
+
     def fill(self, tensor: Tensor) -> None:
         """tensor: of the shape above, in any float format, or bytes."""
         self.write_rows(0, tensor)

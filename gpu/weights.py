@@ -174,7 +174,7 @@ def names_in_blocks(targets: Targets, checkpoint: Checkpoint) -> dict[str, list[
     return {
         matrix: names
         for matrix, names in found.items()
-        if all(checkpoint.tensors[name].format in FORMATS and targets[name].write is None for name in names)
+        if all(checkpoint.tensors[name].format in FORMATS and targets[name].is_as_stored for name in names)
     }
 
 

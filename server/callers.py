@@ -181,7 +181,7 @@ class Gate:
         Raises:
             StartupError: see check_budgets.
         """
-        check_budgets([tenant], self._in_force)
+        check_budgets([tenant], self._config)
         self.authenticator.directory = self.directory.with_tenant(tenant)
         self.quotas.apply(self.directory)
 

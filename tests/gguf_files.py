@@ -234,9 +234,8 @@ def _with_state_spaces(tensors: dict[str, torch.Tensor], config: dict[str, Any])
         if config["model_type"] == "falcon_h1":
             usual = name.replace("feed_forward.", "mlp.")
             tensor = tensor * next((by for end, by in factors.items() if usual.endswith(end)), 1)
-            if name.endswith("in_proj.weight"):
-                own = parse_model_config(config).recurrence
-                assert own is not None
+            own = parse_model_config(config).recurrence
+            if name.endswith("in_proj.weight") and own is not None and own.input_factors:
                 keys = own.num_key_heads * own.key_dim
                 sizes = torch.tensor([own.output_size, own.output_size, keys, keys, own.num_heads])
                 tensor = tensor * torch.tensor(own.input_factors).repeat_interleave(sizes).unsqueeze(1)

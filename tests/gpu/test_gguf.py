@@ -149,7 +149,9 @@ def test_formats_give_the_same_tokens_as_what_they_stand_for(quantisation: Q, tm
 
 
 @pytest.mark.skipif(not cpu_flags() >= NEEDED_FLAGS, reason="needs a CPU with AVX2")
-@pytest.mark.parametrize(("name", "quantisation"), [("llama2", Q.Q8_0), ("qwen2", Q.Q4_0), ("mixtral", Q.Q8_0)])
+@pytest.mark.parametrize(
+    ("name", "quantisation"), [("llama2", Q.Q8_0), ("qwen2", Q.Q4_0), ("mixtral", Q.Q8_0), ("falcon_h1", Q.Q8_0)]
+)
 def test_blocks_that_stay_as_stored_predict_about_the_same(
     name: str, quantisation: Q, tmp_path: Path, model_directory
 ) -> None:

@@ -20,8 +20,8 @@ from server.gate.quota import (
     S_NS,
     TOP_UP_TOKENS,
     Allowance,
-    DayPool,
     Moment,
+    PeriodPool,
     Quotas,
     Ticket,
 )
@@ -72,7 +72,9 @@ def holds(server: SimulatedServer) -> list[str]:
 
 
 def day_used(server: SimulatedServer) -> int:
-    (pool,) = [pool for account in server.gate.quotas.accounts for pool in account.tokens if isinstance(pool, DayPool)]
+    (pool,) = [
+        pool for account in server.gate.quotas.accounts for pool in account.tokens if isinstance(pool, PeriodPool)
+    ]
     return pool._taken
 
 
