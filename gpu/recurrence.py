@@ -329,9 +329,7 @@ class DeltaNet(_Scan):
     def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
         """See Recurrence; taken: the channels, then gates of the output, strengths, steps."""
         own, states = self._config, rows.states.layers[layer]
-        channels, gate, strength, step = taken.split_with_sizes(
-            [own.channels, own.output_size, own.num_heads, own.num_heads], 1
-        )
+        channels, gate, strength, step = taken.split_with_sizes(own.input_sizes, 1)
         key_size = own.num_key_heads * own.key_dim
         mixed = self._convolved(channels, rows, states)
         query, key, value = mixed.split_with_sizes([key_size, key_size, own.output_size], 1)
@@ -365,7 +363,7 @@ class StateSpace(_Scan):
     def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
         """See Recurrence; taken: gates of the output, the channels, steps."""
         own, states = self._config, rows.states.layers[layer]
-        gate, channels, step = taken.split_with_sizes([own.output_size, own.channels, own.num_heads], 1)
+        gate, channels, step = taken.split_with_sizes(own.input_sizes, 1)
         key_size = own.num_key_heads * own.key_dim
         mixed = self._convolved(channels, rows, states)
         value, key, query = mixed.split_with_sizes([own.output_size, key_size, key_size], 1)

@@ -7,6 +7,7 @@
 | matmuls, norms on a CPU  | known: numba's kernels with avx512_bf16; with AMX, and elsewhere, oneDNN   |
 | gated delta nets         | known: numba's kernel with avx512_bf16; elsewhere torch's operators        |
 | matmuls of blocks        | known: numba's kernels with AVX2; int8 and int4 elsewhere by slabs         |
+| layers of few decodes    | known: recorded, where numba's kernels compute all of them                  |
 | threads of a CPU's steps | measured, by a step's tokens                                               |
 | matmuls on a device      | measured, by a matrix's shape, for few rows and for many                   |
 

@@ -18,7 +18,6 @@ from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from gpu.cpu_kernels.attention import PagedAttention
 from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
 from gpu.cpu_kernels.recorded import RecordedLayers
-from gpu.cpu_kernels.recurrence import KINDS, can_compute
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     LANES,
@@ -292,6 +291,8 @@ class KernelOperators(Operators):
         return PackedRows(blocks), PackedMatmul(self._multiply, blocks, None)
 
     def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
+        from gpu.cpu_kernels.recurrence import KINDS, can_compute  # compiles for seconds, once
+
         if not can_compute(config):
             return super().recurrence(config, weights)
         return KINDS[config.kind](config, weights)

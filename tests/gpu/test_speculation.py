@@ -213,7 +213,8 @@ def test_drafts_change_no_token_of_hundreds_of_requests(model_directory: Callabl
 def test_drafts_change_no_token_of_other_formats(
     model_directory: Callable[[str], Path], family: str, dtype: str, quantize: str | None
 ) -> None:
-    check(opened(model_directory(family), dtype, quantize), range(200, 202))
+    num_seeds = 4 if family in ("lfm2", "qwen3_next") else 2  # whose drafts end at block borders: there are fewer
+    check(opened(model_directory(family), dtype, quantize), range(200, 200 + num_seeds))
 
 
 def test_a_draft_that_breaks_the_model_costs_nothing(model_directory: Callable[[str], Path]) -> None:
