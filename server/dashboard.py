@@ -11,11 +11,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from core.types import BlockMap, Watched
 from server import __version__
-from server.api.chat import ChatBody
 from server.app import App, Exchange, Route
 from server.gate.identity import Scope
 from server.gate.tenants import Deadlines
@@ -35,6 +32,8 @@ FILES = {  # by path
     "/dashboard/engine.js": "engine.js",
     "/dashboard/playground.js": "playground.js",
     "/dashboard/tenants.js": "tenants.js",
+    "/docs": "docs.html",
+    "/dashboard/docs.js": "docs.js",
 }
 MAX_RUNNING = 64  # shown of those in progress: with 10 viewers they cost 1 % of a core
 MAX_STEPS = 1024
@@ -71,21 +70,10 @@ async def show_file(exchange: Exchange, name: str) -> None:
     exchange.send(_content(name), media_type=MEDIA_TYPES[Path(name).suffix] + b"; charset=utf-8")
 
 
-@cache
-def _chat_fields() -> bytes:
-    return msgspec.json.encode(msgspec.json.schema(ChatBody))
-
-
-async def show_chat_fields(exchange: Exchange) -> None:
-    """What a chat takes, as a JSON schema: the playground's form."""
-    exchange.send(_chat_fields())
-
-
 ROUTES: Mapping[str, dict[str, Route]] = {
     path: {"GET": Route(partial(show_file, name=name), None, needs_model=False, headers=PROTECTION)}
     for path, name in FILES.items()
 } | {
-    "/dashboard/chat.json": {"GET": Route(show_chat_fields, None, needs_model=False, headers=PROTECTION)},
     "/dashboard/live": {"GET": Route(show_live, Scope.ADMIN, needs_model=False, headers=PROTECTION)},
 }
 

@@ -10,10 +10,10 @@ import json.scanner
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, inspect
 
 from core.errors import InvalidRequest
 from server.api.known_fields import Does, Known
@@ -100,6 +100,9 @@ def convert(fields: dict[str, Any], shape: type[T], renamed: Mapping[str, str]) 
         return msgspec.convert(fields, shape)
     except msgspec.ValidationError as error:
         raise _field_error(str(error), fields, renamed, shape) from None
+
+
+PAGE = {"after": str, "limit": Annotated[int, Meta(ge=1, le=100)], "order": Literal["asc", "desc"]}  # a list's query
 
 
 def page_of(query: Mapping[str, list[str]], most: int = 100, default: int = 20) -> tuple[str | None, int]:

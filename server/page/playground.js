@@ -10,7 +10,7 @@ import { $, count, made, percent, readEvents, refusal, tell, whole } from "/dash
  */
 
 const PATH = "/v1/chat/completions";
-const OWN = ["messages", "model", "stream", "(sent as)"]; // set by the page, or not a field
+const OWN = ["messages", "model", "stream"]; // set by the page
 const FIRST = ["max_tokens", "temperature", "response_format", "tools"];
 /** @type {Record<string, unknown>} what the page asks for where the visitor says nothing else */
 const PRESET = { max_tokens: 256, logprobs: true, top_logprobs: 5, stream_options: { include_usage: true } };
@@ -137,14 +137,15 @@ export function playground(ask, hasKey) {
   async function open() {
     if (isReady) return;
     isReady = true;
-    const answers = await Promise.all([ask("/v1/models"), ask("/dashboard/chat.json")]).catch(() => []);
+    const answers = await Promise.all([ask("/v1/models"), ask("/openapi.json")]).catch(() => []);
     const refused = answers.find((one) => !one.ok);
     isReady = answers.length === 2 && !refused;
     if (!isReady) return say(refused ? await refusal(refused) : "The server does not answer.");
     const [models, all] = await Promise.all(answers.map((one) => one.json()));
     const names = models.data.filter((/** @type {any} */ one) => !one.tasks || one.tasks.includes("generate"));
     $("chat-model").replaceChildren(...names.map((/** @type {any} */ one) => made("option", one.id)));
-    const [schema] = kindsOf(all, all), wanted = Object.keys(schema.properties).filter((name) => !OWN.includes(name));
+    const asked = all.paths[PATH].post.requestBody.content["application/json"].schema, [schema] = kindsOf(asked, all);
+    const wanted = Object.keys(schema.properties).filter((name) => !OWN.includes(name));
     const rank = (/** @type {string} */ name) => (FIRST.indexOf(name) + 1 || FIRST.length + 1);
     wanted.sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
     $("chat-fields").replaceChildren(...wanted.map((name) => fieldOf(name, kindsOf(schema.properties[name], all))));

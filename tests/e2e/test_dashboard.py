@@ -262,7 +262,7 @@ def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_
     now, keys, config = datetime.now(UTC), tmp_path / "keys.json", tmp_path / "tenants.toml"
     config.write_text(f'keys_file = "{keys}"\n[[tenants]]\nname = "acme"\n')
     key, _ = create_key(keys, now, "acme")  # without the right admin
-    server = spawn("--config", str(config), "--served-model-name", MARKUP)
+    server = spawn("--config", str(config), "--served-model-name", MARKUP, model=None)
     server.wait_ready()
     shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
     with browsing(tmp_path) as page:
@@ -282,7 +282,8 @@ def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_
         page.failures.clear()  # that others than operators do not see the server
         parameter("max_tokens", "1500")
         parameter("ignore_eos", "true")
-        type_into(page, "chat-user", MARKUP)
+        parameter("temperature", "0")
+        type_into(page, "chat-system", MARKUP)
         page.evaluate("document.querySelector('#chat [type=submit]').focus()")
         page.press("Enter", 13, "\r")
         page.wait("document.querySelectorAll('#chat-choices .token').length > 20")
@@ -312,7 +313,6 @@ def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_
         told("chat-told", "/^24 tokens, .* ended by length/.test(text)")
         told("code", "text.includes('continue_final_message')")
 
-        parameter("temperature", "0")
         page.evaluate("document.getElementById('chat').requestSubmit()")
         told("chat-told", "/^24 tokens, .* ended by length/.test(text)")
         answer = page.evaluate("document.getElementById('chat-whole').textContent")
@@ -346,3 +346,30 @@ def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert page.failures == []
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_the_page_of_the_api_shows_each_route(spawn: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    server = spawn("--api-key", API_KEY)
+    server.wait_ready()
+    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
+    with browsing(tmp_path) as page:
+        page.look_like(1280, "light")
+        page.call("Page.navigate", url=f"{server.url}/docs#post_v1_chat_completions")
+        page.wait("document.querySelector('#post_v1_chat_completions[open] pre') !== null")
+        assert page.evaluate("document.querySelectorAll('details[id]').length") > 70
+        for told in ("authorization: Bearer $KEY", "temperature", "≤ 2", "text/event-stream", "mirostat", "too large"):
+            assert told in page.evaluate("document.getElementById('post_v1_chat_completions').textContent"), told
+        page.save(shown / "docs-light.png")
+        page.evaluate("document.querySelectorAll('#routes > section > details').forEach((one) => { one.open = true })")
+        page.wait("document.querySelectorAll('details[id] pre').length > 70")
+        page.evaluate("document.getElementById('search').focus()")
+        page.call("Input.insertText", text="mirostat_no_such")
+        page.wait("document.getElementById('state').textContent.startsWith('0 of')")
+        page.look_like(360, "dark")
+        page.evaluate("document.getElementById('search').value = 'files'")
+        page.evaluate("document.getElementById('search').dispatchEvent(new Event('input'))")
+        page.wait("document.body.scrollWidth <= innerWidth")
+        page.save(shown / "docs-dark.png")
+        assert not page.failures
