@@ -27,6 +27,7 @@ MAX_ESCAPES = 2**21  # json's scanner takes 3 ns for each, with the GIL
 LONG_BYTES = 32 * 1024  # from this size on a body is parsed in steps; a shorter one holds the GIL for less than 5 ms
 MAX_SHOWN_KEY = 32  # characters of a client's own word that a refusal or a warning repeats
 MAX_SHOWN_KINDS = 8  # of tools, in one warning
+FUNCTION_KIND = "function"  # the type of tools that are functions, but for messages
 MAX_UNKNOWN_FIELDS = 16  # reported per request
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ _BOUNDED_TYPES: dict[str, type] = {
 
 
 def decode(
-    body: bytes | dict[str, Any], shape: type[T], rules: Rules, function_kind: str = "function"
+    body: bytes | dict[str, Any], shape: type[T], rules: Rules, function_kind: str = FUNCTION_KIND
 ) -> tuple[T, tuple[str, ...]]:
     """The body as `shape`, and the names of its unknown top-level fields.
 
