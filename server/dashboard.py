@@ -31,6 +31,8 @@ FILES = {  # by path
     "/dashboard/elements.js": "elements.js",
     "/dashboard/engine.js": "engine.js",
     "/dashboard/tenants.js": "tenants.js",
+    "/docs": "docs.html",
+    "/dashboard/docs.js": "docs.js",
 }
 MAX_RUNNING = 64  # shown of those in progress: with 10 viewers they cost 1 % of a core
 MAX_STEPS = 1024

@@ -11,10 +11,10 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, inspect
 
 from core.errors import InvalidRequest
 from server.api.known_fields import Does, Known
@@ -120,6 +120,9 @@ def shaped(value: Any, shape: type[T]) -> T:
             msgspec.json.Decoder(shape)
             _built.add(shape)
     return msgspec.convert(value, shape)
+
+
+PAGE = {"after": str, "limit": Annotated[int, Meta(ge=1, le=100)], "order": Literal["asc", "desc"]}  # a list's query
 
 
 def page_of(query: Mapping[str, list[str]], most: int = 100, default: int = 20) -> tuple[str | None, int]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -34,7 +34,7 @@ from server.api.fields import (
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
-from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, list_reply
+from server.api.replies import ErrorForm, ErrorObject, Extras, ReplyContext, Surface, WholeReply, list_reply
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
 from server.wire import sse
@@ -564,10 +564,22 @@ def _event(name: str, **fields: Any) -> bytes:
     return sse.event(sse.json_line({"type": name, **fields}), name)
 
 
+class MessagesError(TypedDict):
+    type: Literal["error"]
+    error: ErrorObject
+    request_id: str
+
+
 def _error_body(error: ServiceError, request_id: str) -> bytes:
-    details = {"type": _ERRORS[error.kind][1], "message": error.message, "param": error.param, "code": error.code}
-    return sse.json_line({"type": "error", "error": details, "request_id": request_id})
+    details: ErrorObject = {
+        "type": _ERRORS[error.kind][1],
+        "message": error.message,
+        "param": error.param,
+        "code": error.code,
+    }
+    document: MessagesError = {"type": "error", "error": details, "request_id": request_id}
+    return sse.json_line(document)
 
 
-ERRORS = ErrorForm(lambda error: _ERRORS[error.kind][0], _error_body, b"request-id")
+ERRORS = ErrorForm(lambda error: _ERRORS[error.kind][0], _error_body, MessagesError, b"request-id")
 SURFACE = Surface(parse, MessageStream, MessageDocument)

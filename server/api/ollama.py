@@ -5,7 +5,7 @@ Its options are the other surfaces' fields under names of its own. Thread: loop,
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -374,14 +374,18 @@ class OllamaDocument(WholeReply):
         return lines.last({"message": said} if lines.is_chat else said, self._reasons[0], usage, self._extras)
 
 
+class OllamaError(TypedDict):
+    error: str
+
+
 def _error_body(error: ServiceError, request_id: str) -> bytes:
-    return sse.json_line({"error": error.message})
+    return sse.json_line(OllamaError(error=error.message))
 
 
-ERRORS = ErrorForm(status_of, _error_body)
-_LINES = b"application/x-ndjson"
-CHAT = Surface(parse_chat, OllamaStream, OllamaDocument, _LINES)
-GENERATE = Surface(parse_generate, OllamaStream, OllamaDocument, _LINES)
+ERRORS = ErrorForm(status_of, _error_body, OllamaError)
+LINES = b"application/x-ndjson"
+CHAT = Surface(parse_chat, OllamaStream, OllamaDocument, LINES)
+GENERATE = Surface(parse_generate, OllamaStream, OllamaDocument, LINES)
 
 
 # Models.

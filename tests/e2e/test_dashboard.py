@@ -250,3 +250,30 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert "What is a step" not in page.evaluate("document.documentElement.outerHTML")
         assert page.failures == []
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_the_page_of_the_api_shows_each_route(spawn: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    server = spawn("--api-key", API_KEY)
+    server.wait_ready()
+    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
+    with browsing(tmp_path) as page:
+        page.look_like(1280, "light")
+        page.call("Page.navigate", url=f"{server.url}/docs#post_v1_chat_completions")
+        page.wait("document.querySelector('#post_v1_chat_completions[open] pre') !== null")
+        assert page.evaluate("document.querySelectorAll('details[id]').length") > 70
+        for told in ("authorization: Bearer $KEY", "temperature", "≤ 2", "text/event-stream", "mirostat", "too large"):
+            assert told in page.evaluate("document.getElementById('post_v1_chat_completions').textContent"), told
+        page.save(shown / "docs-light.png")
+        page.evaluate("document.querySelectorAll('#routes > section > details').forEach((one) => { one.open = true })")
+        page.wait("document.querySelectorAll('details[id] pre').length > 70")
+        page.evaluate("document.getElementById('search').focus()")
+        page.call("Input.insertText", text="mirostat_no_such")
+        page.wait("document.getElementById('state').textContent.startsWith('0 of')")
+        page.look_like(360, "dark")
+        page.evaluate("document.getElementById('search').value = 'files'")
+        page.evaluate("document.getElementById('search').dispatchEvent(new Event('input'))")
+        page.wait("document.body.scrollWidth <= innerWidth")
+        page.save(shown / "docs-dark.png")
+        assert not page.failures
