@@ -30,6 +30,7 @@ FILES = {  # by path
     "/dashboard/chart.js": "chart.js",
     "/dashboard/elements.js": "elements.js",
     "/dashboard/engine.js": "engine.js",
+    "/dashboard/playground.js": "playground.js",
     "/dashboard/tenants.js": "tenants.js",
     "/docs": "docs.html",
     "/dashboard/docs.js": "docs.js",
