@@ -81,9 +81,6 @@ class BeamSearch:
         """Whether the sequence is a beam that has not come back."""
         return index in self.beams and index not in self.told
 
-    def tell(self, index: int, logprobs: TokenLogprobs) -> None:
-        self.told[index] = logprobs
-
     def advance(self) -> list[tuple[int, int]]:
         """Choose by what was told.
 
