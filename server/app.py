@@ -7,19 +7,20 @@ server is App; what is known of its request is Exchange. The handlers and their 
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Usage
 from server.adapters import Adapters
+from server.api.known_fields import Name
 from server.api.messages import ERRORS as ANTHROPIC_ERRORS
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
+from server.api.replies import EVENTS, OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
 from server.batches.runner import Batches
 from server.callers import Gate
 from server.clock import Clock
@@ -46,7 +47,7 @@ from server.observing.accounting import (
 from server.observing.live import Live
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.timing import Stage, StageClock, answer_headers
+from server.observing.timing import NO_STORE, Stage, StageClock, answer_headers
 from server.values import escape
 from server.wire.messages import Headers, Http2ErrorCode, Peer, ResponseHead
 from server.wire.stream import JSON_TYPE, ClientDisconnected, HttpStream, content_headers
@@ -165,10 +166,17 @@ class Exchange(Account):
     def enter(self, stage: Stage) -> None:
         self.timings.enter(stage, self.server.clock.monotonic())
 
-    def send(self, body: bytes, status: int = 200, headers: Headers = (), media_type: bytes = JSON_TYPE) -> None:
+    def send(
+        self,
+        body: bytes,
+        status: int = 200,
+        headers: Headers = (),
+        media_type: bytes = JSON_TYPE,
+        caching: tuple[bytes, bytes] = NO_STORE,
+    ) -> None:
         """Answer with a document that no generation writes."""
         self.enter(Stage.LAST_FLUSH)
-        self.stream.send_document(status, body, (*answer_headers(self.timings), *headers), media_type)
+        self.stream.send_document(status, body, (*answer_headers(self.timings, caching), *headers), media_type)
         self.stream.call_once_written(self.timings.finish)
 
     def begin_trace(self) -> None:
@@ -186,6 +194,34 @@ async def at_once(work: Callable[[], T], /) -> T:
     return work()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """What /openapi.json tells of a route (openapi.py), and docs/api.md's tables.
+
+    Args:
+        body: the type that it is decoded into; a tuple: names of a form's fields; None: no body is read.
+        surface: whose table of other fields holds for the body.
+        example: of a body.
+        answer: the type of its JSON; bytes: another media type.
+        events: the type of a stream's events, which `media_type` frames.
+        is_streamed_alone: there is no other answer than the stream.
+        query: the types of its fields.
+        below: what follows the route's prefix, such as "{file_id}/content".
+    """
+
+    summary: str
+    body: Any = None
+    surface: Name | None = None
+    example: Any = None
+    answer: Any = dict[str, Any]
+    events: Any = None
+    is_streamed_alone: bool = False
+    media_type: bytes = EVENTS
+    query: Mapping[str, Any] = field(default_factory=dict)
+    status: int = 200
+    below: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """A handler, and what is checked before it runs.
@@ -196,6 +232,7 @@ class Route:
         needs_tokens: a generation, for which quotas of tokens count, too.
         errors: how its errors are written.
         headers: of every answer, refusals included.
+        operations: several where a prefix has several paths below it; none of the page's own files.
     """
 
     handler: Handler
@@ -205,6 +242,7 @@ class Route:
     needs_tokens: bool = False
     errors: ErrorForm = OPENAI_ERRORS
     headers: Headers = ()
+    operations: tuple[Operation, ...] = ()
 
 
 class MethodNotAllowed(ServiceError):

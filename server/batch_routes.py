@@ -7,16 +7,17 @@ import asyncio
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
+from msgspec import Meta
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.api.decoding import MAX_UNKNOWN_FIELDS, decode, is_ascending, page_of
-from server.api.replies import deleted_reply, list_reply
+from server.api.decoding import MAX_UNKNOWN_FIELDS, PAGE, decode, is_ascending, page_of
+from server.api.replies import Deleted, deleted_reply, list_reply
 from server.api.responses import check_metadata
-from server.app import Exchange, Route
+from server.app import Exchange, Handler, Operation, Route
 from server.batches.runner import Batches
 from server.batches.store import Batch, Credential, File, Purpose, new_file_id
 from server.gate.identity import Caller, Scope
@@ -314,21 +315,35 @@ def batch_fields(batch: Batch) -> dict[str, Any]:
     return shown | {"request_counts": counts, "errors": errors}
 
 
-_ASKS = Scope.INFERENCE
+def _route(handler: Handler, *operations: Operation) -> Route:
+    return Route(handler, Scope.INFERENCE, needs_model=False, operations=operations)
+
+
+_BATCH = {"input_file_id": "file-...", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
 ROUTES: dict[str, dict[str, Route]] = {
-    "/v1/files": {"POST": Route(upload, _ASKS, needs_model=False), "GET": Route(list_files, _ASKS, needs_model=False)},
+    "/v1/files": {
+        "POST": _route(upload, Operation("Upload a batch's file", FORM_FIELDS, "files")),
+        "GET": _route(
+            list_files,
+            Operation("The files", query=PAGE | {"limit": Annotated[int, Meta(ge=1, le=MOST_LISTED)], "purpose": str}),
+        ),
+    },
     "/v1/batches": {
-        "POST": Route(create_batch, _ASKS, needs_model=False),
-        "GET": Route(list_batches, _ASKS, needs_model=False),
+        "POST": _route(create_batch, Operation("Run a file's requests", BatchBody, "batches", _BATCH)),
+        "GET": _route(list_batches, Operation("The batches", query={"after": str, "limit": PAGE["limit"]})),
     },
 }
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/files/": {
-        "GET": Route(show_file, _ASKS, needs_model=False),
-        "DELETE": Route(delete_file, _ASKS, needs_model=False),
+        "GET": _route(
+            show_file,
+            Operation("A file", below="{file_id}"),
+            Operation("Its content", answer=b"application/octet-stream", below="{file_id}/content"),
+        ),
+        "DELETE": _route(delete_file, Operation("Delete a file", answer=Deleted, below="{file_id}")),
     },
     "/v1/batches/": {
-        "GET": Route(show_batch, _ASKS, needs_model=False),
-        "POST": Route(cancel_batch, _ASKS, needs_model=False),
+        "GET": _route(show_batch, Operation("A batch", below="{batch_id}")),
+        "POST": _route(cancel_batch, Operation("Cancel a batch", below="{batch_id}/cancel")),
     },
 }

@@ -30,7 +30,11 @@ FILES = {  # by path
     "/dashboard/chart.js": "chart.js",
     "/dashboard/elements.js": "elements.js",
     "/dashboard/engine.js": "engine.js",
+    "/dashboard/playground.js": "playground.js",
     "/dashboard/tenants.js": "tenants.js",
+    "/dashboard/tour.js": "tour.js",
+    "/docs": "docs.html",
+    "/dashboard/docs.js": "docs.js",
 }
 MAX_RUNNING = 64  # shown of those in progress: with 10 viewers they cost 1 % of a core
 MAX_STEPS = 1024

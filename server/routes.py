@@ -1,17 +1,19 @@
 """The routes: which handler a path and a method have, what is checked before it runs, what it does. Thread: loop."""
 
+import hashlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
+from typing import Any, Literal
 from urllib.parse import parse_qs, unquote
 
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
-from server import batch_routes, dashboard, tenant_routes
+from server import batch_routes, dashboard, openapi, tenant_routes
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -25,18 +27,19 @@ from server.api import (
     scores,
     tokenize,
 )
-from server.api.decoding import decode, is_ascending, page_of
+from server.api.decoding import PAGE, decode, is_ascending, page_of
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import EVENTS, OPENAI_ERRORS, ErrorForm, Surface, deleted_reply
-from server.app import Exchange, Handler, MethodNotAllowed, Route
+from server.api.replies import EVENTS, OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
+from server.app import Exchange, Handler, MethodNotAllowed, Operation, Route
 from server.gate.identity import Caller, Scope
 from server.generation import Generation
 from server.generations import weight_of
 from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, input_items_reply
+from server.ledger.store import Grouping
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
-from server.observing.accounting import requests_reply, timeline_reply
+from server.observing.accounting import NumAsked, requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
@@ -462,6 +465,20 @@ async def show_readiness(exchange: Exchange) -> None:
     exchange.send(b'{"status":"ready"}')
 
 
+@cache
+def _openapi() -> tuple[bytes, bytes]:
+    """The document, and its entity tag."""
+    body = openapi.document(ROUTES, PREFIXES)
+    return body, b'"%s"' % hashlib.sha256(body).hexdigest()[:32].encode()
+
+
+async def show_openapi(exchange: Exchange) -> None:
+    body, tag = await exchange.server.offload(_openapi)
+    known = exchange.request.header(b"if-none-match") or b""
+    is_known = tag in [one.strip().removeprefix(b"W/") for one in known.split(b",")]
+    exchange.send(body, 304 if is_known else 200, ((b"etag", tag),), caching=(b"cache-control", b"no-cache"))
+
+
 async def show_metrics(exchange: Exchange) -> None:
     server, listener = exchange.server, exchange.server.known_listener
     body = server.metrics.render(server.stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
@@ -543,57 +560,150 @@ COUNT_INPUT = computing(counting(responses.parse, responses.input_tokens_reply),
 COUNT_MESSAGES = computing(counting(messages.parse_count, messages.count_reply))
 
 
-def _generation(surface: Surface, errors: ErrorForm = OPENAI_ERRORS) -> Route:
+def _generation(surface: Surface, operation: Operation, errors: ErrorForm = OPENAI_ERRORS) -> Route:
     handler = answering_ollamas(surface) if errors is ollama.ERRORS else generating(surface)
-    return Route(handler, ASKS, is_counted=True, needs_tokens=True, errors=errors)
+    return Route(handler, ASKS, is_counted=True, needs_tokens=True, errors=errors, operations=(operation,))
+
+
+def _counted(handler: Handler, operation: Operation, errors: ErrorForm = OPENAI_ERRORS) -> Route:
+    return Route(handler, ASKS, is_counted=True, errors=errors, operations=(operation,))
+
+
+def _adapting(work: Callable[[Adapters, bytes], Awaitable[Computed]], operation: Operation) -> Route:
+    return Route(adapting(work), Scope.ADMIN, operations=(operation,))
+
+
+def _shown(
+    handler: Handler, summary: str, scope: Scope | None = ASKS, errors: ErrorForm = OPENAI_ERRORS, **more: Any
+) -> Route:
+    """What is asked without a body. The model is needed where callers that generate may ask, or for usage."""
+    needs_model = scope in (ASKS, Scope.USAGE)
+    return Route(handler, scope, needs_model, errors=errors, operations=(Operation(summary, **more),))
+
+
+_HI = {"messages": [{"role": "user", "content": "Hello"}]}
+_PAIR = {"query": "What is a panda?", "documents": ["A bear.", "A city."]}
+_CHAT = Operation(
+    "Answer a chat", chat.ChatBody, "chat", {**_HI, "max_tokens": 64}, chat.ChatCompletion, events=chat.ChatChunk
+)
+_COMPLETE = Operation(
+    "Go on with a text",
+    completions.CompletionBody,
+    "completions",
+    {"prompt": "Once upon a time", "max_tokens": 16},
+    completions.Completion,
+    events=completions.CompletionChunk,
+)
+_RESPOND = Operation(
+    "Answer, with items",
+    responses.ResponsesBody,
+    "responses",
+    {"input": "Hello", "max_output_tokens": 64},
+    events=dict[str, Any],
+)
+_COUNT = Operation("Count the tokens of a response's input", responses.ResponsesBody, "responses", {"input": "Hello"})
+_SAY = Operation("Answer messages", messages.MessagesBody, "messages", {**_HI, "max_tokens": 64}, events=dict[str, Any])
+_COUNT_SAID = Operation("Count the tokens of messages", messages.CountBody, "messages", _HI)
+_streaming_lines = partial(Operation, events=dict[str, Any], media_type=ollama.LINES)
+_OLLAMA_CHAT = _streaming_lines("Answer a chat", ollama.ChatBody, "ollama", {**_HI, "stream": False})
+_GENERATE = _streaming_lines("Go on with a prompt", ollama.GenerateBody, "ollama", {"prompt": "Hello", "stream": False})
+_EMBED = Operation("The vectors of texts", embeddings.EmbeddingBody, "embeddings", {"input": ["Hello"]})
+_OLLAMA_EMBED = Operation("The vectors of texts", embeddings.OllamaBody, "embed", {"input": ["Hello"]})
+_RERANK = Operation("Sort documents by how well they answer", scores.RerankBody, "rerank", _PAIR)
+_SCORE = Operation("Score pairs of texts", scores.ScoreBody, "score", {"text_1": "Hello", "text_2": ["Hi", "Bye"]})
+_FILL = {"input_prefix": "def f():\n", "input_suffix": "\n", "n_predict": 16}
+_INFILL = Operation("Fill in code", llama_server.InfillBody, "infill", _FILL, events=dict[str, Any])
+_GO_ON = {"prompt": "Once upon a time", "n_predict": 16}
+_COMPLETION = Operation("Go on with a prompt", llama_server.CompletionBody, "completion", _GO_ON, events=dict[str, Any])
+_TOKENIZE = Operation("The token ids of a prompt", tokenize.TokenizeBody, "tokenize", {"prompt": "Hello"})
+_DETOKENIZE = Operation("The text of token ids", tokenize.DetokenizeBody, "detokenize", {"tokens": [1, 2]})
+_MODEL_INFO = "The model, as SGLang's router reads it"
+_ADAPTER = {"lora_name": "mine", "lora_path": "mine"}
+_TEXT = b"text/plain; charset=utf-8"
 
 
 ROUTES: dict[str, dict[str, Route]] = {
-    "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
-    "/v1/completions": {"POST": _generation(completions.SURFACE)},
-    "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True)},
-    "/infill": {"POST": _generation(llama_server.INFILL)},
-    "/completion": {"POST": _generation(llama_server.COMPLETION)},
-    "/v1/embeddings": {"POST": _generation(embeddings.SURFACE)},
-    "/v1/rerank": {"POST": _generation(scores.RERANK)},
-    "/v2/rerank": {"POST": _generation(scores.COHERE_RERANK)},
-    "/v1/score": {"POST": _generation(scores.SCORE)},
-    "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
-    "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
-    "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},
-    "/api/chat": {"POST": _generation(ollama.CHAT, ollama.ERRORS)},
-    "/api/generate": {"POST": _generation(ollama.GENERATE, ollama.ERRORS)},
-    "/api/embed": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
-    "/api/embeddings": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
-    "/api/tags": {"GET": Route(listing(ollama.tags_reply), ASKS, errors=ollama.ERRORS)},
-    "/api/ps": {"GET": Route(list_running, ASKS, errors=ollama.ERRORS)},
-    "/api/show": {"POST": Route(show_ollamas_model, ASKS, is_counted=True, errors=ollama.ERRORS)},
-    "/api/version": {"GET": Route(describing(models.version_reply), ASKS, errors=ollama.ERRORS)},
-    "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},
-    "/detokenize": {"POST": Route(computing(detokenize, bounds_body=True), ASKS, is_counted=True)},
-    "/v1/models": {"GET": Route(list_models, ASKS)},
-    "/tokenizer_info": {"GET": Route(show_tokenizer_info, ASKS, is_counted=True)},
-    "/version": {"GET": Route(describing(models.version_reply), ASKS)},
-    "/model_info": {"GET": Route(describing(models.model_info_reply), ASKS)},
-    "/server_info": {"GET": Route(describing(models.server_info_reply), ASKS)},
-    "/v1/loads": {"GET": Route(show_loads, ASKS)},
-    "/props": {"GET": Route(show_props, ASKS)},
-    "/slots": {"GET": Route(show_slots, ASKS)},
-    "/is_sleeping": {"GET": Route(show_sleep, ASKS)},
-    "/v1/usage": {"GET": Route(show_usage, Scope.USAGE)},
-    "/health": {"GET": Route(show_health, None, needs_model=False)},
-    "/ping": dict.fromkeys(("GET", "POST"), Route(show_health, None, needs_model=False)),
-    "/ready": {"GET": Route(show_readiness, None, needs_model=False)},
-    "/metrics": {"GET": Route(show_metrics, Scope.METRICS, needs_model=False)},
-    "/v1/load_lora_adapter": {"POST": Route(adapting(load_adapter), Scope.ADMIN)},
-    "/v1/unload_lora_adapter": {"POST": Route(adapting(unload_adapter), Scope.ADMIN)},
-    "/admin/requests": {"GET": Route(list_requests, Scope.ADMIN, needs_model=False)},
-    "/admin/engine": {"GET": Route(show_engine, Scope.ADMIN, needs_model=False)},
-    "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
-    "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
+    "/v1/chat/completions": {"POST": _generation(chat.SURFACE, _CHAT)},
+    "/v1/completions": {"POST": _generation(completions.SURFACE, _COMPLETE)},
+    "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True, operations=(_RESPOND,))},
+    "/infill": {"POST": _generation(llama_server.INFILL, _INFILL)},
+    "/completion": {"POST": _generation(llama_server.COMPLETION, _COMPLETION)},
+    "/v1/embeddings": {"POST": _generation(embeddings.SURFACE, _EMBED)},
+    "/v1/rerank": {"POST": _generation(scores.RERANK, _RERANK)},
+    "/v2/rerank": {"POST": _generation(scores.COHERE_RERANK, _RERANK)},
+    "/v1/score": {"POST": _generation(scores.SCORE, _SCORE)},
+    "/v1/responses/input_tokens": {"POST": _counted(COUNT_INPUT, _COUNT)},
+    "/v1/messages": {"POST": _generation(messages.SURFACE, _SAY, messages.ERRORS)},
+    "/v1/messages/count_tokens": {"POST": _counted(COUNT_MESSAGES, _COUNT_SAID, messages.ERRORS)},
+    "/api/chat": {"POST": _generation(ollama.CHAT, _OLLAMA_CHAT, ollama.ERRORS)},
+    "/api/generate": {"POST": _generation(ollama.GENERATE, _GENERATE, ollama.ERRORS)},
+    "/api/embed": {"POST": _generation(embeddings.OLLAMA, _OLLAMA_EMBED, ollama.ERRORS)},
+    "/api/embeddings": {"POST": _generation(embeddings.OLLAMA, _OLLAMA_EMBED, ollama.ERRORS)},
+    "/api/tags": {"GET": _shown(listing(ollama.tags_reply), "The models", errors=ollama.ERRORS)},
+    "/api/ps": {"GET": _shown(list_running, "The models that are loaded", errors=ollama.ERRORS)},
+    "/api/show": {
+        "POST": _counted(
+            show_ollamas_model,
+            Operation("A model's details", ollama.ShowBody, "show", {"model": "NAME"}),
+            ollama.ERRORS,
+        )
+    },
+    "/api/version": {
+        "GET": _shown(
+            describing(models.version_reply), "The server's version", answer=models.Version, errors=ollama.ERRORS
+        )
+    },
+    "/tokenize": {"POST": _counted(computing(tokenize_prompt), _TOKENIZE)},
+    "/detokenize": {"POST": _counted(computing(detokenize, bounds_body=True), _DETOKENIZE)},
+    "/v1/models": {"GET": _shown(list_models, "The models that the caller may use", answer=models.ModelList)},
+    "/tokenizer_info": {
+        "GET": _counted(show_tokenizer_info, Operation("Special tokens and the chat template", query={"model": str}))
+    },
+    "/version": {"GET": _shown(describing(models.version_reply), "The server's version", answer=models.Version)},
+    "/model_info": {"GET": _shown(describing(models.model_info_reply), _MODEL_INFO)},
+    "/server_info": {"GET": _shown(describing(models.server_info_reply), "The server, as routers read it")},
+    "/v1/loads": {"GET": _shown(show_loads, "The load, as routers read it")},
+    "/props": {"GET": _shown(show_props, "The model and its template, as llama-server tells them")},
+    "/slots": {
+        "GET": _shown(
+            show_slots, "The slots, as llama-server tells them", answer=list[Any], query={"fail_on_no_slot": str}
+        )
+    },
+    "/is_sleeping": {"GET": _shown(show_sleep, "Never: the engine does not sleep")},
+    "/v1/usage": {
+        "GET": _shown(
+            show_usage, "What the caller's tenant has used", Scope.USAGE, query={"by": Grouping, "since": str}
+        )
+    },
+    "/health": {"GET": _shown(show_health, "Whether the process lives", None, answer=models.Status)},
+    "/ping": dict.fromkeys(
+        ("GET", "POST"), _shown(show_health, "Whether the process lives", None, answer=models.Status)
+    ),
+    "/ready": {"GET": _shown(show_readiness, "Whether it answers requests", None, answer=models.Status)},
+    "/metrics": {"GET": _shown(show_metrics, "The metrics, for Prometheus", Scope.METRICS, answer=CONTENT_TYPE)},
+    "/v1/load_lora_adapter": {
+        "POST": _adapting(
+            load_adapter, Operation("Load a LoRA adapter", models.LoadAdapterBody, "adapters", _ADAPTER, _TEXT)
+        )
+    },
+    "/v1/unload_lora_adapter": {
+        "POST": _adapting(
+            unload_adapter,
+            Operation("Unload a LoRA adapter", models.UnloadAdapterBody, "adapters", {"lora_name": "mine"}, _TEXT),
+        )
+    },
+    "/admin/requests": {
+        "GET": _shown(
+            list_requests, "Requests in progress, the slowest and the failed", Scope.ADMIN, query={"slowest": NumAsked}
+        )
+    },
+    "/admin/engine": {"GET": _shown(show_engine, "The engine's state and counters", Scope.ADMIN)},
+    "/admin/cache/clear": {"POST": _shown(clear_cache, "Clear the prefix cache", Scope.ADMIN, answer=models.Status)},
+    "/admin/drain": {"POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, status=202)},
     **tenant_routes.ROUTES,
     **batch_routes.ROUTES,
-    "/dashboard": dashboard.ROUTES["/dashboard"],
+    "/openapi.json": {"GET": _shown(show_openapi, "This document", None)},
+    **{path: dashboard.ROUTES[path] for path in ("/docs", "/dashboard")},
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
 _LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
@@ -623,20 +733,44 @@ ROUTES |= {
     )
 }
 # By prefix of the path; the rest is the handler's argument
+_MODEL = Operation("A model", answer=models.ModelObject, below="{model}")
+_STORED = (
+    Operation("A stored response", below="{response_id}", query={"stream": Literal["false"]}),
+    Operation("The items of its input", below="{response_id}/input_items", query=PAGE),
+)
+_REQUEST = Operation("How a request went, or how it goes", below="{request_id}")
+_AGAIN = Operation(
+    "Its stream, from the event behind Last-Event-ID on",
+    answer=None,
+    events=dict[str, Any],
+    below="{request_id}/stream",
+)
+_CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")
+_SWITCH = (
+    Operation("Load a model that is started on demand", below="{model}/load"),
+    Operation("Unload it", below="{model}/unload"),
+)
 PREFIXES: dict[str, dict[str, Route]] = {
-    "/v1/models/": {"GET": Route(get_model, ASKS)},
-    "/models/": {"GET": Route(get_model, ASKS)},
-    "/v1/responses/": {"GET": Route(show_response, ASKS), "DELETE": Route(delete_response, ASKS)},
+    "/v1/models/": {"GET": Route(get_model, ASKS, operations=(_MODEL,))},
+    "/models/": {"GET": Route(get_model, ASKS, operations=(_MODEL,))},
+    "/v1/responses/": {
+        "GET": Route(show_response, ASKS, operations=_STORED),
+        "DELETE": Route(
+            delete_response,
+            ASKS,
+            operations=(Operation("Delete a stored response", answer=Deleted, below="{response_id}"),),
+        ),
+    },
     **batch_routes.PREFIXES,
     **tenant_routes.PREFIXES,
-    "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
+    "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN, operations=_SWITCH)},
     "/admin/requests/": {
-        "GET": Route(show_request, Scope.ADMIN, needs_model=False),
-        "DELETE": Route(delete_request, Scope.ADMIN),
+        "GET": Route(show_request, Scope.ADMIN, needs_model=False, operations=(_REQUEST, _AGAIN)),
+        "DELETE": Route(delete_request, Scope.ADMIN, operations=(_CANCEL,)),
     },
     "/v1/requests/": {
-        "GET": Route(show_request, ASKS, needs_model=False),
-        "DELETE": Route(delete_request, ASKS),
+        "GET": Route(show_request, ASKS, needs_model=False, operations=(_REQUEST, _AGAIN)),
+        "DELETE": Route(delete_request, ASKS, operations=(_CANCEL,)),
     },
 }
 PREFIXES["/responses/"] = PREFIXES["/v1/responses/"]

@@ -14,7 +14,7 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError, StartupError
 from server.api.decoding import decode
-from server.app import App, Exchange, Route
+from server.app import App, Exchange, Handler, Operation, Route
 from server.gate.identity import (
     COMMON_SCOPES,
     KeyRecord,
@@ -212,12 +212,27 @@ def _now(server: App) -> datetime:
     return datetime.fromtimestamp(server.clock.unix(), UTC)
 
 
-def _route(handler: Any) -> Route:
-    return Route(handler, Scope.ADMIN, needs_model=False)
+def _route(handler: Handler, summary: str, *body: Any, **more: Any) -> Route:
+    return Route(handler, Scope.ADMIN, needs_model=False, operations=(Operation(summary, *body, **more),))
 
 
 ROUTES = {
-    "/admin/keys": {"GET": _route(list_keys), "POST": _route(make_key)},
-    "/admin/tenants": {"GET": _route(list_tenants)},
+    "/admin/keys": {
+        "GET": _route(list_keys, "The keys of the keys file, without the keys themselves"),
+        "POST": _route(make_key, "Create a key", NewKey, None, {"tenant": "acme", "label": "CI"}, status=201),
+    },
+    "/admin/tenants": {"GET": _route(list_tenants, "Tenants, their limits and what they have used")},
 }
-PREFIXES = {"/admin/keys/": {"DELETE": _route(end_key)}, "/admin/tenants/": {"PATCH": _route(change_limits)}}
+PREFIXES = {
+    "/admin/keys/": {"DELETE": _route(end_key, "Revoke a key", below="{prefix}")},
+    "/admin/tenants/": {
+        "PATCH": _route(
+            change_limits,
+            "Change a tenant's limits until the configuration is read again",
+            NewLimits,
+            None,
+            {"limits": {"requests_per_minute": 60}},
+            below="{tenant}",
+        )
+    },
+}

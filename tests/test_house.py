@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (13_365, 37),
-    "server/api": (5815, 19),
+    "server": (13_690, 38),
+    "server/api": (6300, 19),
     "server/batches": (1010, 3),
     "server/commands": (2500, 14),
     "server/gate": (2870, 9),
@@ -61,7 +61,7 @@ ROOMS = (
         "adapters",
         "local_models",
     ),
-    ("app", "batch_routes", "dashboard", "tenant_routes", "routes"),
+    ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )

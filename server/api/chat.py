@@ -1,7 +1,7 @@
 """/v1/chat/completions: messages in, chunks or one document out. Thread: loop."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -27,8 +27,13 @@ from server.api.known_fields import rules_of
 from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import (
     ChunkStream,
+    Envelope,
+    LogprobEntry,
+    PartialUsage,
+    Reason,
     ReplyContext,
     Surface,
+    UsageObject,
     WholeReply,
     envelope,
     logprob_entries,
@@ -95,6 +100,65 @@ def _tools(wire: ChatBody, style: ToolStyle | None) -> ToolWishes | None:
         return old_wishes(wire.functions or [], wire.function_call, style)
     functions = [tool.function for tool in wire.tools or ()]
     return tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, style)
+
+
+class CalledObject(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class CallObject(TypedDict, total=False):
+    index: int  # in a stream
+    id: str
+    type: Literal["function"]
+    function: CalledObject
+
+
+class MessageObject(TypedDict, total=False):
+    """Of a chunk: what it adds."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: str
+    reasoning_content: str
+    tool_calls: list[CallObject]
+    function_call: CalledObject
+
+
+class LogprobsObject(TypedDict):
+    content: list[LogprobEntry]
+    refusal: None
+
+
+class _Choice(TypedDict):
+    index: int
+    logprobs: LogprobsObject | None
+    finish_reason: Reason | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChoice(_Choice):
+    message: MessageObject
+
+
+class ChunkChoice(_Choice):
+    delta: MessageObject
+
+
+class ChatCompletion(Envelope):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageObject
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+
+
+class ChatChunk(Envelope):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    usage: NotRequired[PartialUsage | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatStream(ChunkStream):
@@ -230,7 +294,7 @@ def collected(parts: list[Part], reply_id: str, choice: int, has_old: bool = Fal
     return message
 
 
-def _logprobs_object(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _logprobs_object(entries: list[Any]) -> LogprobsObject:
     return {"content": entries, "refusal": None}
 
 

@@ -1,7 +1,7 @@
 """/v1/completions: prompts in, text out, in the older form that evaluation tools still use. Thread: loop."""
 
 import codecs
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
@@ -24,8 +24,12 @@ from server.api.known_fields import rules_of
 from server.api.replies import (
     LOWEST_LOGPROB,
     ChunkStream,
+    Envelope,
+    PartialUsage,
+    Reason,
     ReplyContext,
     Surface,
+    UsageObject,
     WholeReply,
     envelope,
     finite,
@@ -234,6 +238,36 @@ def _top_by_text(token: TokenLogprobs, texts: _Texts) -> dict[str, float]:
         result.setdefault(texts[token_id], logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB)
     result.setdefault(texts[token.token_id], finite(token.logprob))
     return result
+
+
+class LogprobLists(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: LogprobLists | None
+    finish_reason: Reason | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+
+
+class _Completion(Envelope):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class Completion(_Completion):
+    usage: UsageObject
+
+
+class CompletionChunk(_Completion):
+    usage: NotRequired[PartialUsage | None]
 
 
 class CompletionStream(ChunkStream):

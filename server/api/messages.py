@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -34,13 +34,14 @@ from server.api.fields import (
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
-from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, list_reply
+from server.api.replies import ErrorForm, ErrorObject, Extras, ReplyContext, Surface, WholeReply, list_reply
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
 from server.wire import sse
 from server.wire.messages import TextFrame
 
 ID_PREFIX = "msg_"
+FUNCTION_KIND = "custom"  # the type of tools that are functions
 # A coding client's first lines: they differ from request to request, and with them no prefix would be found again
 _BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
 
@@ -145,12 +146,12 @@ class CountBody(MessagesBody, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    return _call(*decode(body, MessagesBody, rules_of("messages"), "custom"), defaults_of)
+    return _call(*decode(body, MessagesBody, rules_of("messages"), FUNCTION_KIND), defaults_of)
 
 
 def parse_count(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     """The call that the request of count_tokens would make."""
-    return _call(*decode(body, CountBody, rules_of("messages"), "custom"), defaults_of)
+    return _call(*decode(body, CountBody, rules_of("messages"), FUNCTION_KIND), defaults_of)
 
 
 def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: DefaultsOf) -> GenerationCall:
@@ -564,10 +565,22 @@ def _event(name: str, **fields: Any) -> bytes:
     return sse.event(sse.json_line({"type": name, **fields}), name)
 
 
+class MessagesError(TypedDict):
+    type: Literal["error"]
+    error: ErrorObject
+    request_id: str
+
+
 def _error_body(error: ServiceError, request_id: str) -> bytes:
-    details = {"type": _ERRORS[error.kind][1], "message": error.message, "param": error.param, "code": error.code}
-    return sse.json_line({"type": "error", "error": details, "request_id": request_id})
+    details: ErrorObject = {
+        "type": _ERRORS[error.kind][1],
+        "message": error.message,
+        "param": error.param,
+        "code": error.code,
+    }
+    document: MessagesError = {"type": "error", "error": details, "request_id": request_id}
+    return sse.json_line(document)
 
 
-ERRORS = ErrorForm(lambda error: _ERRORS[error.kind][0], _error_body, b"request-id")
+ERRORS = ErrorForm(lambda error: _ERRORS[error.kind][0], _error_body, MessagesError, b"request-id")
 SURFACE = Surface(parse, MessageStream, MessageDocument)

@@ -1,7 +1,7 @@
 """/v1/models, /model_info, /server_info and /admin: replies about the models and the server. Thread: loop."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -9,6 +9,16 @@ from core.types import Adapter, EngineSnapshot, EngineStats
 from server.wire import sse
 
 MOST_PATH_CHARS = 4096
+
+
+class Status(TypedDict):
+    status: str
+
+
+class Version(TypedDict):
+    version: str
+
+
 CACHE_CLEARED = sse.json_line({"status": "cleared"})
 
 
@@ -118,7 +128,7 @@ def model_info_reply(card: ServerCard) -> bytes:
 
 
 def version_reply(card: ServerCard) -> bytes:
-    return sse.json_line({"version": card.version})
+    return sse.json_line(Version(version=card.version))
 
 
 def server_info_reply(card: ServerCard) -> bytes:
@@ -171,16 +181,39 @@ def loads_reply(card: ServerCard, stats: EngineStats, num_running: int, num_wait
 States = Mapping[str, str]  # of models that are started on demand, by name: as llama-server has them
 
 
+class State(TypedDict):
+    value: str
+
+
+class ModelObject(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    tasks: NotRequired[tuple[str, ...]]
+    root: NotRequired[str | None]
+    parent: NotRequired[str]
+    max_model_len: NotRequired[int]
+    description: NotRequired[str]
+    status: NotRequired[State]
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
 def list_reply(models: Sequence[ServedModel], states: States) -> bytes:
-    return sse.json_line({"object": "list", "data": [_model_object(model, states) for model in models]})
+    document: ModelList = {"object": "list", "data": [_model_object(model, states) for model in models]}
+    return sse.json_line(document)
 
 
 def model_reply(model: ServedModel, states: States) -> bytes:
     return sse.json_line(_model_object(model, states))
 
 
-def _model_object(model: ServedModel, states: States) -> dict[str, Any]:
-    result = {
+def _model_object(model: ServedModel, states: States) -> ModelObject:
+    result: ModelObject = {
         "id": model.id,
         "object": "model",
         "created": model.created_s,
@@ -189,7 +222,7 @@ def _model_object(model: ServedModel, states: States) -> dict[str, Any]:
     if model.tasks:
         result["tasks"] = model.tasks
     if model.parent is not None:
-        result |= {"root": model.root, "parent": model.parent}
+        result["root"], result["parent"] = model.root, model.parent
     if model.max_model_len is not None:
         result["max_model_len"] = model.max_model_len
     if model.description is not None:

@@ -5,7 +5,7 @@ Its options are the other surfaces' fields under names of its own. Thread: loop,
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -137,6 +137,9 @@ class _Turn(msgspec.Struct, frozen=True):
     content: str
 
 
+_TURNS = msgspec.json.Decoder(list[_Turn])
+
+
 def context_of(turns: Sequence[Mapping[str, Any]]) -> list[int]:
     data = sse.json_line([{"role": turn["role"], "content": turn["content"]} for turn in turns])
     data += b" " * (-len(data) % _PIECE)
@@ -155,7 +158,7 @@ def turns_of(context: Sequence[int]) -> list[Message]:
     try:
         if context[0] != _MARK:
             raise ValueError("it is another server's")
-        turns = msgspec.json.decode(b"".join(one.to_bytes(_PIECE) for one in context[1:]), type=list[_Turn])
+        turns = _TURNS.decode(b"".join(one.to_bytes(_PIECE) for one in context[1:]))
     except (ValueError, OverflowError, RecursionError):  # msgspec's errors are ValueErrors
         message = "context is of no answer of this server. Send the one of an answer as it is, or leave it out."
         raise InvalidRequest(message, "context") from None
@@ -371,14 +374,18 @@ class OllamaDocument(WholeReply):
         return lines.last({"message": said} if lines.is_chat else said, self._reasons[0], usage, self._extras)
 
 
+class OllamaError(TypedDict):
+    error: str
+
+
 def _error_body(error: ServiceError, request_id: str) -> bytes:
-    return sse.json_line({"error": error.message})
+    return sse.json_line(OllamaError(error=error.message))
 
 
-ERRORS = ErrorForm(status_of, _error_body)
-_LINES = b"application/x-ndjson"
-CHAT = Surface(parse_chat, OllamaStream, OllamaDocument, _LINES)
-GENERATE = Surface(parse_generate, OllamaStream, OllamaDocument, _LINES)
+ERRORS = ErrorForm(status_of, _error_body, OllamaError)
+LINES = b"application/x-ndjson"
+CHAT = Surface(parse_chat, OllamaStream, OllamaDocument, LINES)
+GENERATE = Surface(parse_generate, OllamaStream, OllamaDocument, LINES)
 
 
 # Models.

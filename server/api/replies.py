@@ -6,7 +6,7 @@ answers (Surface). Thread: loop.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 import msgspec
 
@@ -71,13 +71,26 @@ def protocol_error_body(status: int, message: str) -> bytes:
 
 
 def _error_body(message: str, error_type: str, param: str | None, code: str | None) -> bytes:
-    return sse.json_line({"error": {"message": message, "type": error_type, "param": param, "code": code}})
+    document: ErrorDocument = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    return sse.json_line(document)
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorDocument(TypedDict):
+    error: ErrorObject
 
 
 class ErrorForm(NamedTuple):
     """How the errors of one API are written.
 
     Attributes:
+        shape: the type of the body.
         status: of the error's kind.
         body: of the error and the request's id.
         id_header: that has the request's id, beside x-request-id; None: no other.
@@ -85,10 +98,11 @@ class ErrorForm(NamedTuple):
 
     status: Callable[[ServiceError], int]
     body: Callable[[ServiceError, str], bytes]
+    shape: type
     id_header: bytes | None = None
 
 
-OPENAI_ERRORS = ErrorForm(status_of, lambda error, request_id: error_body(error))
+OPENAI_ERRORS = ErrorForm(status_of, lambda error, request_id: error_body(error), ErrorDocument)
 
 
 def error_event(error: ServiceError) -> bytes:
@@ -256,9 +270,41 @@ LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+class PartialUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class UsageObject(PartialUsage):
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class Envelope(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+Reason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+
+
+def usage_object(usage: Usage) -> UsageObject:
     """As chat and completions write it."""
-    return partial_usage(usage.num_prompt_tokens, usage.num_completion_tokens) | {
+    return {
+        **partial_usage(usage.num_prompt_tokens, usage.num_completion_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_thought_tokens,
@@ -268,7 +314,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def partial_usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, Any]:
+def partial_usage(num_prompt_tokens: int, num_completion_tokens: int) -> PartialUsage:
     """Of a choice so far, as vLLM's chunks have it."""
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -279,6 +325,16 @@ def partial_usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[st
 
 def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN is not above it either
+
+
+class Likely(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobEntry(Likely):
+    top_logprobs: list[Likely]
 
 
 def logprob_entries(logprobs: Iterable[TokenLogprobs], context: ReplyContext) -> list[dict[str, Any]]:
@@ -326,8 +382,14 @@ def list_reply(data: Sequence[dict[str, Any]], has_more: bool) -> bytes:
     return sse.json_line({"object": "list", "data": data, **ids, "has_more": has_more})
 
 
+class Deleted(TypedDict):
+    id: str
+    object: str
+    deleted: Literal[True]
+
+
 def deleted_reply(deleted_id: str, kind: str) -> bytes:
-    return sse.json_line({"id": deleted_id, "object": kind, "deleted": True})
+    return sse.json_line(Deleted(id=deleted_id, object=kind, deleted=True))
 
 
 def envelope(context: ReplyContext, prefix: str, kind: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -386,6 +386,9 @@ def requests_reply(query: str, running: Sequence[Account], recorder: FlightRecor
         "failed": [_flight_json(one) for one in recorder.failed(number)],
     }
     return orjson.dumps(reply)
+
+
+NumAsked = Annotated[int, msgspec.Meta(ge=1, le=MAX_ASKED)]
 
 
 def _asked_number(query: str) -> int:

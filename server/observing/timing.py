@@ -188,7 +188,7 @@ class StageClock:
         return ", ".join(entries).encode()
 
 
-def answer_headers(timings: StageClock) -> Headers:
+def answer_headers(timings: StageClock, caching: tuple[bytes, bytes] = NO_STORE) -> Headers:
     """Cache-Control, and where the time went until now."""
     processing_ms = b"%d" % round(timings.total_ns / MS_NS)
-    return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))
+    return (caching, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))

@@ -1,5 +1,7 @@
 // Lines over an hour, and bars of a waterfall, as SVG. Colours are the style sheet's.
 
+import { emptyRow, tell, time } from "/dashboard/elements.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 360, HEIGHT = 60, HOUR_S = 3600, LEAST_S = 300;
 
@@ -8,7 +10,7 @@ const WIDTH = 360, HEIGHT = 60, HOUR_S = 3600, LEAST_S = 300;
  * @param {Record<string, string | number>} attributes
  * @returns {SVGElement}
  */
-function element(name, attributes) {
+export function element(name, attributes) {
   const made = /** @type {SVGElement} */ (document.createElementNS(SVG, name));
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, String(value));
   return made;
@@ -74,3 +76,27 @@ export function bar(start, length, whole) {
   svg.append(element("rect", { x: Math.min(100 - width, 100 * start / whole), y: 0, width, height: 8 }));
   return svg;
 }
+
+/**
+ * A request's stages as the rows of a waterfall; of one in progress, the current stage lasts until now.
+ * @param {HTMLElement} body
+ * @param {any} told what /v1/requests/ID tells
+ * @returns {number} the request's whole time, in ms
+ */
+export function showStages(body, told) {
+  const last = told.stages.at(-1), left = last ? last.start_ms + last.duration_ms : 0;
+  const current = { stage: told.state, start_ms: left, duration_ms: Math.max(0, Date.now() - told.started * 1000 - left) };
+  /** @type {{stage: string, start_ms: number, duration_ms: number}[]} */
+  const stages = isOver(told) ? told.stages : [...told.stages, current];
+  const end = Math.max(1e-3, ...stages.map((one) => one.start_ms + one.duration_ms));
+  body.replaceChildren(...stages.map((one) => {
+    const line = emptyRow(4, [1, 2]);
+    [one.stage.replaceAll("_", " "), time(one.start_ms), time(one.duration_ms)].forEach((text, i) => tell(line.cells[i], text));
+    line.cells[3].append(bar(one.start_ms, one.duration_ms, end));
+    return line;
+  }));
+  return end;
+}
+
+/** @param {any} told what /v1/requests/ID tells */
+export const isOver = (told) => told.state === "done" || told.state === "failed";

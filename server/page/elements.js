@@ -59,3 +59,40 @@ export function emptyRow(numCells, numbers, head) {
   for (let i = 1; i < numCells; i++) line.append(made("td", "", numbers.includes(i) ? "number" : ""));
   return line;
 }
+
+/**
+ * Read a stream of events to its end. @param {Response} answer
+ * @param {(data: string, numBytes: number) => void} take each event's data; the bytes are those that came since the start
+ */
+export async function readEvents(answer, take) {
+  const reader = /** @type {ReadableStream<Uint8Array>} */ (answer.body).getReader(), decoder = new TextDecoder();
+  for (let text = "", numBytes = 0; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    numBytes += value.length;
+    const events = (text + decoder.decode(value, { stream: true })).split("\n\n");
+    text = events.pop() ?? "";
+    for (const one of events) if (one.startsWith("data: ")) take(one.slice(6), numBytes);
+  }
+}
+
+/** @param {Response} answer @returns {Promise<string>} */
+export async function refusal(answer) {
+  const body = await answer.json().catch(() => null);
+  return String(body?.error?.message ?? `The server answered ${answer.status}.`);
+}
+
+// Formats of numbers.
+
+/** @param {number} value */
+export const count = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(value % 1 ? 2 : 0));
+/** @param {number} value */
+export const whole = (value) => value.toLocaleString("en");
+/** @param {number} ms */
+export const time = (ms) => (ms >= 100_000 ? `${(ms / 1000).toFixed(0)} s` : ms >= 999.5 ? `${(ms / 1000).toFixed(2)} s` : `${ms >= 10 ? ms.toFixed(0) : ms.toFixed(1)} ms`);
+/** @param {number} part */
+export const percent = (part) => `${(part * 100).toFixed(part < 0.1 ? 1 : 0)} %`;
+/** @param {number} bytes */
+export const size = (bytes) => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / 2 ** 20).toFixed(0)} MiB`);
+/** @param {unknown} value @param {(value: any) => string} format */
+export const known = (value, format) => (value === null || value === undefined ? "–" : format(value));

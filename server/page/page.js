@@ -1,9 +1,11 @@
 // The dashboard: reads the one stream of frames and shows it.
 
-import { Chart, bar } from "/dashboard/chart.js";
-import { $, emptyRow, fill, made, tell } from "/dashboard/elements.js";
+import { Chart, bar, showStages } from "/dashboard/chart.js";
+import { $, count, emptyRow, fill, known, made, percent, readEvents, refusal, size, tell, time, whole } from "/dashboard/elements.js";
 import { BlockGrid, STATES, StepLoop } from "/dashboard/engine.js";
+import { playground } from "/dashboard/playground.js";
 import { tenants } from "/dashboard/tenants.js";
+import { tour } from "/dashboard/tour.js";
 
 /**
  * @typedef {import("/dashboard/elements.js").Row} Row
@@ -28,17 +30,6 @@ let running = [];
 /** @type {string | null} */
 let shownId = null; // of the request whose waterfall is open
 
-/** @param {number} value */
-const count = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(value % 1 ? 2 : 0));
-/** @param {number} value */
-const whole = (value) => value.toLocaleString("en");
-/** @param {number} ms */
-const time = (ms) => (ms >= 100_000 ? `${(ms / 1000).toFixed(0)} s` : ms >= 999.5 ? `${(ms / 1000).toFixed(2)} s` : `${ms >= 10 ? ms.toFixed(0) : ms.toFixed(1)} ms`);
-/** @param {number} part */
-const percent = (part) => `${(part * 100).toFixed(part < 0.1 ? 1 : 0)} %`;
-/** @param {number} bytes */
-const size = (bytes) => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / 2 ** 20).toFixed(0)} MiB`);
-
 /** @type {[string, [string, string][], (value: number) => string][]} a title, its columns with their labels, the unit */
 const TILES = [
   ["Requests per second", [["requests_per_s", ""]], count],
@@ -60,9 +51,6 @@ const PROMISES = {
   error_rate: ["Requests that fail by the server's fault", percent],
   queue_depth: ["Sequences in the queue", whole], memory_mib: ["Memory", (mib) => size(mib * 2 ** 20)],
 };
-
-/** @param {unknown} value @param {(value: any) => string} format */
-const known = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
 const tiles = TILES.map(([title, named, format]) => {
   const item = made("li", ""), line = made("p", ""), chart = new Chart(title);
@@ -180,7 +168,7 @@ function showEngine(frame) {
   fill($("preempted").querySelector("tbody"), preempted,
     (row) => emptyRow(4, [], opener({ id: row.request })), (cells, row) => {
       tell(cells[1], new Date(Number(row.at) * 1000).toLocaleTimeString());
-      tell(cells[2], CAUSES[/** @type {keyof CAUSES} */ (row.cause)] ?? String(row.cause));
+      tell(cells[2], CAUSES[/** @type {keyof typeof CAUSES} */ (row.cause)] ?? String(row.cause));
       tell(cells[3], row.by === row.request ? "itself" : String(row.by).slice(0, 12));
     }, "None.");
 }
@@ -230,7 +218,8 @@ $("search").addEventListener("input", showEnded);
 
 /** @param {string} path @param {RequestInit} [more] */
 const ask = (path, more = {}) =>
-  fetch(path, { ...more, cache: "no-store", credentials: "omit", headers: key === null ? {} : { authorization: `Bearer ${key}` } });
+  fetch(path, { ...more, cache: "no-store", credentials: "omit",
+    headers: { ...(more.body ? { "content-type": "application/json" } : {}), ...(key === null ? {} : { authorization: `Bearer ${key}` }) } });
 
 /** @param {string} id @param {HTMLButtonElement} button */
 async function cancel(id, button) {
@@ -240,12 +229,6 @@ async function cancel(id, button) {
   const name = id.slice(0, 12);
   tell($("told"), answer === null ? "The server does not answer." : answer.ok ? `Request ${name} is cancelled.` : await refusal(answer));
   if (document.activeElement === document.body || document.activeElement === button) $("running-title").focus();
-}
-
-/** @param {Response} answer @returns {Promise<string>} */
-async function refusal(answer) {
-  const body = await answer.json().catch(() => null);
-  return String(body?.error?.message ?? `The server answered ${answer.status}.`);
 }
 
 /** @param {string} id */
@@ -291,58 +274,52 @@ async function refresh() {
   if (id !== shownId || answer === null) return;
   if (!answer.ok) return tell($("detail-about"), await refusal(answer));
   const told = await answer.json();
-  const began = told.started * 1000, last = told.stages.at(-1);
-  const left = last ? last.start_ms + last.duration_ms : 0, isOver = told.state === "done" || told.state === "failed";
-  /** @type {{stage: string, start_ms: number, duration_ms: number}[]} */
-  const stages = isOver ? told.stages : [...told.stages, { stage: told.state, start_ms: left, duration_ms: Math.max(0, Date.now() - began - left) }];
-  const end = Math.max(1e-3, ...stages.map((one) => one.start_ms + one.duration_ms));
+  const end = showStages($("stages"), told);
   const about = [told.path, told.model, told.tenant, told.error_code ?? told.finish_reason ?? told.state, time(end)];
   tell($("detail-about"), about.filter(Boolean).join(" · "));
-  $("stages").replaceChildren(...stages.map((one) => {
-    const line = emptyRow(4, [1, 2]);
-    const texts = [one.stage.replaceAll("_", " "), time(one.start_ms), time(one.duration_ms)];
-    texts.forEach((text, i) => tell(line.cells[i], text));
-    line.cells[3].append(bar(one.start_ms, one.duration_ms, end));
-    return line;
-  }));
-  showBeside(id, told.model ?? running.find(isShown)?.model, began, end);
+  showBeside(id, told.model ?? running.find(isShown)?.model, told.started * 1000, end);
 }
 
-const refreshTenants = tenants(ask, refusal);
+const refreshTenants = tenants(ask);
 
-/** Read the stream to its end. @param {Response} answer */
-async function read(answer) {
-  const reader = /** @type {ReadableStream<Uint8Array>} */ (answer.body).getReader(), decoder = new TextDecoder();
-  for (let text = ""; ;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const events = (text + decoder.decode(value, { stream: true })).split("\n\n");
-    text = events.pop() ?? "";
-    for (const one of events) if (one.startsWith("data: ")) show(JSON.parse(one.slice(6)));
+const VIEWS = ["server", "playground", "tour"];
+let isSignedOut = false, needsKey = false;
+const openPlayground = playground(ask, () => key !== null);
+tour(ask);
+
+/** Show the view that the address names. Without the right `admin` the others than the first may still be of use. */
+function showView() {
+  const named = location.hash.slice(1), view = VIEWS.includes(named) ? named : "server";
+  for (const name of VIEWS) {
+    $(name).hidden = name !== view;
+    $(`to-${name}`).setAttribute("aria-current", String(name === view));
   }
+  $("shown").hidden = isSignedOut;
+  $("login").hidden = !isSignedOut || (view !== "server" && !needsKey);
+  if (view === "playground" && !needsKey) openPlayground();
 }
 
-/** @param {string} why */
-function askForKey(why) {
-  key = null;
-  $("shown").hidden = true;
-  $("login").hidden = false;
-  tell($("state"), "signed out");
+/** @param {string} why @param {boolean} isUnknown the key, or there is none: it is forgotten */
+function askForKey(why, isUnknown) {
+  if (isUnknown) key = null;
+  [isSignedOut, needsKey] = [true, isUnknown];
+  showView();
+  tell($("state"), isUnknown ? "signed out" : "");
   tell($("refusal"), why);
-  $("key").focus();
+  if (!$("login").hidden) $("key").focus();
 }
 
 async function look() {
   for (let wait = RETRY_MS; ;) {
     const answer = await ask("/dashboard/live").catch(() => null);
     if (answer !== null && (answer.status === 401 || answer.status === 403)) {
-      return askForKey(key === null && answer.status === 401 ? "" : await refusal(answer));
+      return askForKey(key === null && answer.status === 401 ? "" : await refusal(answer), answer.status === 401);
     }
     if (answer?.ok) {
-      $("login").hidden = true;
-      $("shown").hidden = false;
+      [isSignedOut, needsKey] = [false, false];
+      showView();
       wait = RETRY_MS;
-      await read(answer).catch(() => null);
+      await readEvents(answer, (data) => show(JSON.parse(data))).catch(() => null);
     }
     tell($("state"), answer !== null && !answer.ok ? await refusal(answer) : "connecting again");
     await new Promise((resolve) => setTimeout(resolve, wait));
@@ -357,4 +334,5 @@ $("login").addEventListener("submit", (/** @type {Event} */ event) => {
   look();
 });
 $("detail").addEventListener("close", () => (shownId = null));
+addEventListener("hashchange", showView);
 look();

@@ -1,6 +1,6 @@
 // Tenants and keys: what each may use and has used; keys are created and revoked, and limits changed.
 
-import { $, emptyRow, fill, made, tell } from "/dashboard/elements.js";
+import { $, emptyRow, fill, made, refusal, tell } from "/dashboard/elements.js";
 
 /** @typedef {import("/dashboard/elements.js").Row} Row */
 
@@ -17,10 +17,9 @@ const words = (name) => name.replaceAll("_", " ");
 /**
  * The section's behaviour.
  * @param {(path: string, more?: RequestInit) => Promise<Response>} ask
- * @param {(answer: Response) => Promise<string>} refusal
  * @returns {() => void} to be called at each frame: asks the server every five seconds
  */
-export function tenants(ask, refusal) {
+export function tenants(ask) {
   let asked = -Infinity;
   /** @type {Row[]} */
   let shown = [];

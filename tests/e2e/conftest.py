@@ -71,7 +71,7 @@ def spawn(small_model: Path, tmp_path: Path) -> Iterator[Callable[..., ServerPro
     """Starts servers that a test may end as it likes; what is left of them is killed."""
     started: list[ServerProcess] = []
 
-    def start(*flags: str, model: Path = small_model) -> ServerProcess:
+    def start(*flags: str, model: Path | None = small_model) -> ServerProcess:
         started.append(start_server(tmp_path / f"server{len(started)}", model, *flags))
         return started[-1]
 

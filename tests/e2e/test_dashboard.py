@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -100,6 +101,11 @@ class Browser:
         path.write_bytes(b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
+def type_into(page: Browser, place: str, text: str) -> None:
+    page.evaluate(f"document.getElementById({place!r}).focus()")
+    page.call("Input.insertText", text=text)
+
+
 @contextmanager
 def browsing(directory: Path) -> Iterator[Browser]:
     (read_commands, commands), (answers, write_answers) = os.pipe(), os.pipe()
@@ -187,10 +193,6 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
 
     with browsing(tmp_path) as page:
 
-        def type_into(place: str, text: str) -> None:
-            page.evaluate(f"document.getElementById({place!r}).focus()")
-            page.call("Input.insertText", text=text)
-
         def press_button(label: str) -> None:
             page.wait(f"document.querySelector('[aria-label^={json.dumps(label)}]') !== null")
             page.evaluate(f"document.querySelector('[aria-label^={json.dumps(label)}]').focus()")
@@ -206,7 +208,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.call("Page.navigate", url=f"{server.url}/dashboard")
         page.wait("document.activeElement.id === 'key'")
         page.failures.clear()
-        type_into("key", admin)
+        type_into(page, "key", admin)
         page.press("Enter", 13, "\r")
         page.wait("document.getElementById('block').textContent.includes('free')")
         assert ask() == 200
@@ -227,7 +229,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         confirm()
         page.wait("document.getElementById('tenants').innerText.includes('0.017 of 1')")
         assert ask() == 200
-        type_into("new-label", MARKUP)
+        type_into(page, "new-label", MARKUP)
         page.press("Enter", 13, "\r")
         page.wait("document.activeElement.id === 'created-key'")
         created = page.evaluate("document.getElementById('created-key').value")
@@ -239,9 +241,9 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.evaluate("document.querySelector('#ended button').click()")
         page.wait("document.getElementById('beside').innerText.includes('None.')")
         page.press("Escape", 27)
-        type_into("search", "ACME")
+        type_into(page, "search", "ACME")
         page.wait("document.getElementById('num-ended').textContent === '3 of 3'")
-        type_into("search", "x")
+        type_into(page, "search", "x")
         page.wait("document.getElementById('ended').innerText.includes('None is like that.')")
         page.look_like(390, "dark")
         page.save(shown / "dashboard-tenants-phone.png")
@@ -250,3 +252,133 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert "What is a step" not in page.evaluate("document.documentElement.outerHTML")
         assert page.failures == []
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_and_takes_the_tour(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    now, keys, config = datetime.now(UTC), tmp_path / "keys.json", tmp_path / "tenants.toml"
+    config.write_text(f'keys_file = "{keys}"\n[[tenants]]\nname = "acme"\n')
+    key, _ = create_key(keys, now, "acme")  # without the right admin
+    server = spawn("--config", str(config), "--served-model-name", MARKUP, model=None)
+    server.wait_ready()
+    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
+    with browsing(tmp_path) as page:
+
+        def told(place: str, expression: str) -> None:
+            page.wait(f"(text => {expression})(document.getElementById({place!r}).innerText)")
+
+        def parameter(name: str, value: str) -> None:
+            page.evaluate(f"document.querySelector('[name={name}]').value = {json.dumps(value)}")
+
+        page.look_like(1280, "light")
+        page.call("Page.navigate", url=f"{server.url}/dashboard#playground")
+        page.wait("document.activeElement.id === 'key'")
+        type_into(page, "key", key)
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('chat-model').value !== ''")
+        page.failures.clear()  # that others than operators do not see the server
+        parameter("max_tokens", "1500")
+        parameter("ignore_eos", "true")
+        parameter("temperature", "0")
+        type_into(page, "chat-system", MARKUP)
+        page.evaluate("document.querySelector('#chat [type=submit]').focus()")
+        page.press("Enter", 13, "\r")
+        page.wait("document.querySelectorAll('#chat-choices .token').length > 20")
+        told("chat-told", "/tokens, [0-9.]+ tokens\\/s/.test(text)")
+        page.evaluate("document.getElementById('chat-stop').focus()")
+        page.press("Enter", 13, "\r")
+        told("chat-told", "text.startsWith('Stopped after')")
+        told("chat-stages", "text.includes('prefill') && text.includes('settle')")
+
+        parameter("max_tokens", "24")
+        page.evaluate("document.getElementById('chat').requestSubmit()")
+        told("chat-told", "/^24 tokens, .* ended by length/.test(text)")
+        told("chat-stages", "text.includes('last flush')")
+        page.evaluate("document.querySelector('#chat-choices .token').focus()")
+        page.press("ArrowRight", 39)
+        page.press("ArrowRight", 39)
+        told("token-about", "/^Token 3, .*entropy at least \\d/.test(text)")
+        page.save(shown / "playground.png")
+        text = page.evaluate(
+            "[...document.querySelectorAll('#chat-choices .token')].slice(0, 2).map(one => one.textContent).join('')"
+        )
+        page.press("Enter", 13, "\r")
+        page.wait("document.querySelector('#alternatives :focus') !== null")
+        page.press("Enter", 13, "\r")
+        page.wait("document.querySelector('#chat-choices .given') !== null")
+        assert page.evaluate("document.querySelector('.given').textContent").startswith(text)
+        told("chat-told", "/^24 tokens, .* ended by length/.test(text)")
+        told("code", "text.includes('continue_final_message')")
+
+        page.evaluate("document.getElementById('chat').requestSubmit()")
+        told("chat-told", "/^24 tokens, .* ended by length/.test(text)")
+        answer = page.evaluate("document.getElementById('chat-whole').textContent")
+        for kind, command in (("curl", ["bash", "-c"]), ("Python", [sys.executable, "-c"])):
+            page.evaluate(f"document.getElementById('code-kind').value = {kind!r}")
+            page.evaluate("document.getElementById('code-kind').dispatchEvent(new Event('change'))")
+            code = page.evaluate("document.getElementById('code').textContent")
+            assert key not in code
+            ran = subprocess.run(
+                [*command, code], env=os.environ | {"STEPLOOP_KEY": key}, capture_output=True, check=True, timeout=30
+            )
+            printed = ran.stdout.decode()
+            if kind == "curl":
+                events = (json.loads(line[6:]) for line in printed.splitlines() if line.startswith("data: {"))
+                choices = [choice for event in events for choice in event["choices"]]
+                printed = "".join(choice["delta"].get("content", "") for choice in choices)
+            assert printed == answer
+
+        parameter("response_format", "{")
+        page.evaluate("document.getElementById('chat').requestSubmit()")
+        assert page.evaluate("document.querySelector('#chat details').open")
+        parameter("response_format", '{"type": "nothing"}')
+        page.evaluate(
+            "document.querySelector('[name=response_format]').dispatchEvent(new Event('input', {bubbles: true}))"
+        )
+        page.evaluate("document.getElementById('chat').requestSubmit()")
+        told("chat-told", "text.includes('response_format')")
+        page.failures.clear()  # that it was refused
+
+        page.evaluate("document.getElementById('to-tour').focus()")
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('tour').hidden === false")
+        page.evaluate("document.getElementById('tour-send').focus()")
+        page.press("Enter", 13, "\r")
+        told("tour-told", "/through 15 stages, in /.test(text)")
+        told("tour-stages", "/24 tokens, one in [0-9.]+ ms/.test(text) && text.includes('core/kv_cache.py')")
+        page.save(shown / "tour.png")
+        page.look_like(390, "dark")
+        page.save(shown / "tour-phone.png")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
+        assert page.failures == []
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_the_page_of_the_api_shows_each_route(spawn: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    server = spawn("--api-key", API_KEY)
+    server.wait_ready()
+    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
+    with browsing(tmp_path) as page:
+        page.look_like(1280, "light")
+        page.call("Page.navigate", url=f"{server.url}/docs#post_v1_chat_completions")
+        page.wait("document.querySelector('#post_v1_chat_completions[open] pre') !== null")
+        assert page.evaluate("document.querySelectorAll('details[id]').length") > 70
+        for told in ("authorization: Bearer $KEY", "temperature", "≤ 2", "text/event-stream", "mirostat", "too large"):
+            assert told in page.evaluate("document.getElementById('post_v1_chat_completions').textContent"), told
+        page.save(shown / "docs-light.png")
+        page.evaluate("document.querySelectorAll('#routes > section > details').forEach((one) => { one.open = true })")
+        page.wait("document.querySelectorAll('details[id] pre').length > 70")
+        page.evaluate("document.getElementById('search').focus()")
+        page.call("Input.insertText", text="mirostat_no_such")
+        page.wait("document.getElementById('state').textContent.startsWith('0 of')")
+        page.look_like(360, "dark")
+        page.evaluate("document.getElementById('search').value = 'files'")
+        page.evaluate("document.getElementById('search').dispatchEvent(new Event('input'))")
+        page.wait("document.body.scrollWidth <= innerWidth")
+        page.save(shown / "docs-dark.png")
+        assert not page.failures

@@ -52,7 +52,7 @@ def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
         scopes = {(method, path): route.scope for path, method, route in all_routes()}
         public = {path for (_, path), scope in scopes.items() if scope is None}
         files = {path for _, path in scopes if path == "/" or path.startswith("/dashboard")} - {"/dashboard/live"}
-        assert public == {"/health", "/health_generate", "/ping", "/ready"} | files
+        assert public == {"/health", "/health_generate", "/ping", "/ready", "/openapi.json", "/docs"} | files
         assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
         is_admins = {path: scope is Scope.ADMIN for (_, path), scope in scopes.items()}
         ends = ("_lora_adapter", "/live")

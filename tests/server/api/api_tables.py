@@ -5,64 +5,21 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from server import batch_routes
-from server.api import (
-    chat,
-    completions,
-    embeddings,
-    llama_server,
-    messages,
-    models,
-    ollama,
-    responses,
-    scores,
-    tokenize,
-)
 from server.api.fields import StreamOptions
 from server.api.known_fields import GENERATION, KNOWN, Known, Name
 from server.app import Route
 from server.routes import PREFIXES, ROUTES
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
-# What is taken by each surface: a body's type, or the names of a form's fields
-BODIES: dict[Name, tuple[Any, ...]] = {
-    "chat": (chat.ChatBody,),
-    "completions": (completions.CompletionBody,),
-    "responses": (responses.ResponsesBody,),
-    "messages": (messages.MessagesBody,),
-    "ollama": (ollama.ChatBody, ollama.GenerateBody),
-    "completion": (llama_server.CompletionBody,),
-    "infill": (llama_server.InfillBody,),
-    "embeddings": (embeddings.EmbeddingBody,),
-    "embed": (embeddings.OllamaBody,),
-    "rerank": (scores.RerankBody,),
-    "score": (scores.ScoreBody,),
-    "tokenize": (tokenize.TokenizeBody,),
-    "detokenize": (tokenize.DetokenizeBody,),
-    "show": (ollama.ShowBody,),
-    "adapters": (models.LoadAdapterBody, models.UnloadAdapterBody),
-    "files": (dict.fromkeys(batch_routes.FORM_FIELDS),),
-    "batches": (batch_routes.BatchBody,),
-}
-PATHS: dict[Name, tuple[str, ...]] = {
-    "chat": ("/v1/chat/completions", "/chat/completions"),
-    "completions": ("/v1/completions", "/completions"),
-    "responses": ("/v1/responses", "/responses", "/v1/responses/input_tokens"),
-    "messages": ("/v1/messages", "/v1/messages/count_tokens"),
-    "ollama": ("/api/chat", "/api/generate"),
-    "completion": ("/completion",),
-    "infill": ("/infill",),
-    "embeddings": ("/v1/embeddings", "/embeddings"),
-    "embed": ("/api/embed", "/api/embeddings"),
-    "rerank": ("/v1/rerank", "/v2/rerank", "/rerank"),
-    "score": ("/v1/score", "/score"),
-    "tokenize": ("/tokenize",),
-    "detokenize": ("/detokenize",),
-    "show": ("/api/show",),
-    "adapters": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    "files": ("/v1/files",),
-    "batches": ("/v1/batches",),
-}
+BODIES: dict[Name, tuple[Any, ...]] = {}  # by surface: what is taken, a body's type or the names of a form's fields
+PATHS: dict[Name, tuple[str, ...]] = {}
+for _path, _methods in ROUTES.items():
+    for _told in (one for route in _methods.values() for one in route.operations):
+        if _told.surface is not None:
+            _known = BODIES.get(_told.surface, ())
+            _body = dict.fromkeys(_told.body) if isinstance(_told.body, tuple) else _told.body
+            BODIES[_told.surface] = _known if _body in _known else (*_known, _body)
+            PATHS[_told.surface] = (*PATHS.get(_told.surface, ()), _path)
 ROWS = [(surface, row) for rows in KNOWN.values() for row in rows for surface in sorted(row.surfaces)]
 OURS = "steploop"  # whose a served field is that no row of the docs names
 ALL = "all that generate"  # in the docs, stands for the surfaces of GENERATION

@@ -1,0 +1,72 @@
+"""/openapi.json and /docs: every route is told of, as it is."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+
+from server.dashboard import FILES
+from server.routes import PREFIXES, ROUTES
+from tests.server.simulated_server import request, serving
+
+TOLD = [
+    (start + one.below, method, route, one)
+    for start, methods in (ROUTES | PREFIXES).items()
+    for method, route in methods.items()
+    for one in route.operations
+]
+
+
+@pytest.fixture(scope="module")
+def document() -> Any:
+    with serving() as server:
+        return json.loads(server.ask(request("GET", "/openapi.json"), "GET").body)
+
+
+def test_the_document_is_valid(document: Any) -> None:
+    schemathesis.openapi.from_dict(document).validate()
+
+
+def test_each_route_is_told_of_but_for_the_page() -> None:
+    untold = {path for path, methods in (ROUTES | PREFIXES).items() for one in methods.values() if not one.operations}
+    assert untold == {"/", *FILES, "/dashboard/live"}
+
+
+def test_each_has_its_right_and_its_errors(document: Any) -> None:
+    for path, method, route, _ in TOLD:
+        shown = document["paths"][path][method.lower()]
+        rights = {right for one in shown["security"] for rights in one.values() for right in rights}
+        assert rights == ({route.scope.value} if route.scope else set())
+        assert ("401" in shown["responses"]) == (route.scope is not None)
+    messages, chat = (document["paths"][one]["post"] for one in ("/v1/messages", "/v1/chat/completions"))
+    assert "529" in messages["responses"]
+    assert chat["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("ErrorDocument")
+
+
+def test_each_example_is_taken() -> None:
+    examples = [(one.example, one.body) for *_, one in TOLD if one.body and not isinstance(one.body, tuple)]
+    assert len(examples) > 20
+    for example, body in examples:
+        msgspec.convert({name: one for name, one in example.items() if name != "n_predict"}, body)
+
+
+def test_a_body_has_the_bounds_that_are_checked_and_what_becomes_of_other_fields(document: Any) -> None:
+    (name,) = (name for name in document["components"]["schemas"] if name.endswith("chat.ChatBody"))
+    body = document["components"]["schemas"][name]
+    assert body["required"] == ["messages"]
+    assert body["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    assert body["x-aliases"]["max_new_tokens"] == "max_tokens"
+    assert body["x-refused"]["mirostat"] == [0]
+    assert "rid" in body["x-no-effect"]
+
+
+def test_who_has_it_is_told_so() -> None:
+    with serving() as server:
+        first = server.ask(request("GET", "/openapi.json"), "GET")
+        tag = first.headers["etag"]
+        assert first.headers["cache-control"] == "no-cache"
+        for known, status in ((tag, 304), (f'"a", W/{tag}', 304), ('"a"', 200)):
+            answer = server.ask(request("GET", "/openapi.json", None, f"If-None-Match: {known}"), "GET")
+            assert (answer.status, answer.headers["etag"]) == (status, tag)
