@@ -47,6 +47,12 @@ class Outbox:
         self._indexes += [sequence.index for sequence in sequences]
         self._token_ids += token_ids
 
+    def add_notable(self, sequence: Sequence, tokens: tuple[TokenLogprobs, ...], tells_logprobs: bool = True) -> None:
+        """Some of one, with their logprobs or without."""
+        name, logprobs = sequence.request_id, tokens if tells_logprobs else None
+        token_ids = tuple([token.token_id for token in tokens])
+        self.chunks.append(TokenChunk(request_id=name, index=sequence.index, token_ids=token_ids, logprobs=logprobs))
+
     def has_news(self, stats: EngineStats) -> bool:
         """Whether anything must be delivered although no step ran: an end, or changed stats."""
         return bool(self.chunks) or stats != self._told
