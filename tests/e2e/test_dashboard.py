@@ -362,6 +362,9 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         page.evaluate("document.getElementById('simulate').requestSubmit()")
         told("simulate-told", "text.includes('admin')")  # operators alone run simulations
         page.failures.clear()
+        page.evaluate("document.querySelector('.skip').click()")
+        page.wait("document.activeElement.id === 'main'")
+        assert not page.evaluate("document.getElementById('tour').hidden")
         page.look_like(390, "dark")
         page.save(shown / "tour-phone.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
