@@ -158,11 +158,18 @@ class SequenceStates:
         self._start_running(child)
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sequence that has a slot go on from another's tokens, with its blocks; what it had is given back."""
-        self.pool.release(child.table.take())
-        child.token_ids[:] = parent.token_ids
+        """Let a sequence that has a slot go on from a sibling's tokens, with its blocks; what it had is given back.
+
+        Blocks of their prompt that both hold are left as they are: there may be thousands, and this is done each step.
+        """
+        num_prompt, one, other = child.num_prompt_tokens, child.table, parent.table
+        num_kept = min(num_prompt, parent.num_computed_tokens) // self._block_size
+        if one.num_dropped or other.num_dropped or one.blocks[:num_kept] != other.blocks[:num_kept]:
+            num_kept = 0
+        self.pool.release(one.take()[num_kept:])
+        child.token_ids[num_prompt:] = parent.token_ids[num_prompt:]
         child.num_computed_tokens, child.num_scored_tokens = parent.num_computed_tokens, ALL_SCORED
-        self._share_blocks(parent, child)
+        self._share_blocks(parent, child, num_kept)
         if self.kept is not None:
             self._start_from(child, ~parent.slot)
         child.is_started = False
@@ -170,13 +177,13 @@ class SequenceStates:
             child.level = parent.level
             self._start_running(child)
 
-    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
-        """Give a child, which has none, the parent's blocks of the tokens that it counts as computed."""
+    def _share_blocks(self, parent: Sequence, child: Sequence, num_held: int = 0) -> None:
+        """Give a child the parent's blocks of the tokens that it counts as computed; it holds the first num_held."""
         source, table, num_tokens = parent.table, child.table, child.num_computed_tokens
         table.blocks = source.blocks[: num_blocks_for(num_tokens, self._block_size)]
         table.num_published = min(source.num_published, num_tokens // self._block_size)
         table.num_dropped, table.dropped = source.num_dropped, source.dropped[:]
-        self.pool.share(table.held)
+        self.pool.share(table.held[num_held:])
 
     def fork_siblings(self, group: SequenceGroup) -> None:
         """Its leader has the prompt: let the others share it."""
