@@ -53,15 +53,16 @@ def pairs_of(num_pairs: int, times_s: Callable[[int, bool], float]) -> dict[str,
 
 def measure_beams(runner: ModelRunner, arguments: argparse.Namespace) -> Table:
     rows: list[dict[str, Cell]] = []
-    for width, (name, temperature) in itertools.product(arguments.widths, {"sampled": 1.0, "greedy": 0.0}.items()):
+    for width, (name, plain) in itertools.product(arguments.widths, {"sampled": 1.0, "greedy": 0.0}.items()):
         streams = Streams(runner, has_prefix_cache=False)
 
         def answer_s(
-            number: int, is_plain: bool, streams: Streams = streams, width: int = width, plain: float = temperature
+            number: int, is_plain: bool, streams: Streams = streams, width: int = width, plain: float = plain
         ) -> float:
             asked: dict[str, Any] = {} if is_plain else {"beams": Beams(width)}
-            begin_s, heat = time.perf_counter(), plain if is_plain else 0.0
-            streams.submit(streams.prompt(arguments.prompt), arguments.tokens, heat, num_sequences=width, **asked)
+            begin_s, temperature = time.perf_counter(), plain if is_plain else 0.0
+            prompt = streams.prompt(arguments.prompt)
+            streams.submit(prompt, arguments.tokens, temperature, num_sequences=width, **asked)
             streams.run()
             return time.perf_counter() - begin_s
 

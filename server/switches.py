@@ -24,7 +24,7 @@ from server.gate.identity import Scope
 from server.tenant_routes import body_of
 from server.wire import sse
 
-MOST_ANSWER_TOKENS, MOST_PROMPT_TOKENS = 2048, 32_768  # of all requests: both runs take less than a second
+MOST_ANSWER_TOKENS, MOST_PROMPT_TOKENS = 2048, 32_768  # of all requests: both runs take a second or two
 SHARED = 3 / 4  # of each prompt is the same text
 
 
