@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -813,7 +814,7 @@ def _known_route(path: str, method: str) -> tuple[Route, str]:
     if methods is None:
         for prefix, candidates in PREFIXES.items():
             if path.startswith(prefix) and len(path) > len(prefix):
-                methods, argument = candidates, unquote(path[len(prefix) :])
+                methods, argument = _below(candidates, path[len(prefix) :]), unquote(path[len(prefix) :])
     if methods is None:
         raise _not_found(path[:_SHOWN_CHARS])
     route = methods.get("GET" if method == "HEAD" else method)
@@ -822,6 +823,21 @@ def _known_route(path: str, method: str) -> tuple[Route, str]:
         message = f"{path[:_SHOWN_CHARS]} does not take {method}. Allowed: {allowed}."
         raise MethodNotAllowed(message, allowed)
     return route, argument
+
+
+def _below(methods: dict[str, Route], rest: str) -> dict[str, Route]:
+    """Those of a prefix's methods that there are for such a rest; where there is none, all: a handler says what is."""
+    return {
+        method: route
+        for method, route in methods.items()
+        if any(_pattern(one.below).fullmatch(rest) for one in route.operations)
+    } or methods
+
+
+@cache
+def _pattern(below: str) -> re.Pattern[str]:
+    """Of an operation's `below`. A model's name may have slashes."""
+    return re.compile(re.sub(r"\{(\w+)\}", lambda found: ".+" if found[1] == "model" else "[^/]+", below), re.DOTALL)
 
 
 def _not_found(path: str) -> ServiceError:
