@@ -14,7 +14,7 @@ import msgspec
 from core.errors import ErrorKind, ServiceError
 from server import __version__
 from server.api import messages, ollama
-from server.api.decoding import FUNCTION_KIND
+from server.api.decoding import BUILDING, FUNCTION_KIND
 from server.api.known_fields import Does, Name, rules_of
 from server.api.replies import EVENTS
 from server.app import Operation, Route
@@ -42,7 +42,8 @@ def document(routes: Routes, prefixes: Routes) -> bytes:
     """The document, as JSON. A path that has the route of an earlier one is another name of it."""
     told = list(_told(routes, prefixes))
     types = list(dict.fromkeys(one for _, _, route, operation in told for one in _types_of(route, operation)))
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    with BUILDING:
+        schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(types, schemas, strict=True))
     for one in components.values():
         one.get("properties", {}).pop("(sent as)", None)
