@@ -95,7 +95,10 @@ class _Choice(msgspec.Struct, frozen=True):
 
     @property
     def has_text(self) -> bool:
-        return bool(self.text) or any(value for name, value in (self.delta or {}).items() if name != "role")
+        for name, value in (self.delta or {}).items():
+            if value and name != "role":
+                return True
+        return bool(self.text)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +130,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def inner(self) -> "_Message | None":
         """The response or message that an event is about."""
-        return next((one for one in (self.response, self.message) if isinstance(one, _Message)), None)
+        if isinstance(self.response, _Message):
+            return self.response
+        return self.message if isinstance(self.message, _Message) else None
 
 
 _encode = msgspec.json.encode
@@ -311,13 +316,16 @@ class UpstreamAnswer:
     def _renamed(self, data: bytes) -> bytes:
         """With our id and the name that was asked for, also of the response or message in an event."""
         fields = _read_fields(data)
-        for name in ("response", "message"):
+        for name in ("response", "message") if self._passage.form == "names" else ():
             if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
                 fields[name] = msgspec.Raw(_encode(self._with_names(_read_fields(inner))))
         return _encode(self._with_names(fields))
 
     def _with_names(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-        return fields | {name: own for name, own in self._names.items() if name in fields}
+        for name, own in self._names.items():
+            if name in fields:
+                fields[name] = own
+        return fields
 
 
 def _reason(choice: _Choice) -> FinishReason:

@@ -140,6 +140,10 @@ class StageClock:
         return latest_ns - self.entries[0][1]
 
     @property
+    def detokenize_ms(self) -> float:
+        return round(self.detokenize_s * 1e3, 3)
+
+    @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.accepted_s
 

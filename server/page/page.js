@@ -5,6 +5,7 @@ import { $, count, emptyRow, fill, known, made, percent, readEvents, refusal, si
 import { BlockGrid, STATES, StepLoop } from "/dashboard/engine.js";
 import { playground } from "/dashboard/playground.js";
 import { tenants } from "/dashboard/tenants.js";
+import { tour } from "/dashboard/tour.js";
 
 /**
  * @typedef {import("/dashboard/elements.js").Row} Row
@@ -281,9 +282,10 @@ async function refresh() {
 
 const refreshTenants = tenants(ask);
 
-const VIEWS = ["server", "playground"];
+const VIEWS = ["server", "playground", "tour"];
 let isSignedOut = false, needsKey = false;
 const openPlayground = playground(ask, () => key !== null);
+tour(ask);
 
 /** Show the view that the address names. Without the right `admin` the others than the first may still be of use. */
 function showView() {

@@ -256,7 +256,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
 
 @pytest.mark.slow
 @needs("chromium", "chromium")
-def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_that_is_shown(
+def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_and_takes_the_tour(
     spawn: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     now, keys, config = datetime.now(UTC), tmp_path / "keys.json", tmp_path / "tenants.toml"
@@ -341,8 +341,17 @@ def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_
         page.evaluate("document.getElementById('chat').requestSubmit()")
         told("chat-told", "text.includes('response_format')")
         page.failures.clear()  # that it was refused
+
+        page.evaluate("document.getElementById('to-tour').focus()")
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('tour').hidden === false")
+        page.evaluate("document.getElementById('tour-send').focus()")
+        page.press("Enter", 13, "\r")
+        told("tour-told", "/through 15 stages, in /.test(text)")
+        told("tour-stages", "/24 tokens, one in [0-9.]+ ms/.test(text) && text.includes('core/kv_cache.py')")
+        page.save(shown / "tour.png")
         page.look_like(390, "dark")
-        page.save(shown / "playground-phone.png")
+        page.save(shown / "tour-phone.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert page.failures == []
