@@ -585,7 +585,13 @@ def _shown(
 _HI = {"messages": [{"role": "user", "content": "Hello"}]}
 _PAIR = {"query": "What is a panda?", "documents": ["A bear.", "A city."]}
 _CHAT = Operation(
-    "Answer a chat", chat.ChatBody, "chat", {**_HI, "max_tokens": 64}, chat.ChatCompletion, events=chat.ChatChunk
+    "Answer a chat",
+    chat.ChatBody,
+    "chat",
+    {**_HI, "max_tokens": 64},
+    chat.ChatCompletion,
+    events=chat.ChatChunk,
+    ends_with_done=True,
 )
 _COMPLETE = Operation(
     "Go on with a text",
@@ -594,6 +600,7 @@ _COMPLETE = Operation(
     {"prompt": "Once upon a time", "max_tokens": 16},
     completions.Completion,
     events=completions.CompletionChunk,
+    ends_with_done=True,
 )
 _RESPOND = Operation(
     "Answer, with items",
