@@ -14,7 +14,7 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
-from server import batch_routes, dashboard, openapi, tenant_routes
+from server import batch_routes, dashboard, openapi, switches, tenant_routes
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -709,6 +709,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/cache/clear": {"POST": _shown(clear_cache, "Clear the prefix cache", Scope.ADMIN, answer=models.Status)},
     "/admin/drain": {"POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, status=202)},
     **tenant_routes.ROUTES,
+    **switches.ROUTES,
     **batch_routes.ROUTES,
     "/openapi.json": {"GET": _shown(show_openapi, "This document", None)},
     **{path: dashboard.ROUTES[path] for path in ("/docs", "/dashboard")},
