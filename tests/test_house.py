@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (13_940, 38),
+    "server": (13_970, 38),
     "server/api": (6300, 19),
     "server/batches": (1010, 3),
     "server/commands": (2500, 14),
@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (795, 5),
     "bench": (9820, 37),
 }
-TEST_LINES = 67_565
+TEST_LINES = 67_600
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
