@@ -122,12 +122,13 @@ def num_turned_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
     heads = metadata.get(f"{prefix}.attention.head_count")
     if ".q_proj." in name:
         return heads
-    return _most(metadata.get(f"{prefix}.attention.head_count_kv", heads)) if ".k_proj." in name else None
+    return _common(metadata.get(f"{prefix}.attention.head_count_kv", heads)) if ".k_proj." in name else None
 
 
-def _most(value: Any) -> Any:
-    """Of a field with a number for each layer, 0 where the layer has no such part."""
-    return max(value, default=0) if isinstance(value, list) else value
+def _common(value: Any) -> Any:
+    """Of a field with a number for each layer, 0 where the layer has no such part; a list where they differ."""
+    found = [one for one in value if one != 0] if isinstance(value, list) else []
+    return found[0] if found and found.count(found[0]) == len(found) else value
 
 
 def is_decay(name: str, metadata: Mapping[str, Any]) -> bool:
@@ -160,9 +161,9 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "architectures": [family.family.architecture],
         "model_type": family.model_type,
         "vocab_size": _vocab_size(file),
-        **{name: _most(_need(fields, key)) for name, key in _NEEDED.items()},
+        **{name: _common(_need(fields, key)) for name, key in _NEEDED.items()},
         "num_hidden_layers": _num_layers(file, fields),
-        "num_key_value_heads": _most(fields.get("attention.head_count_kv", fields["attention.head_count"])),
+        "num_key_value_heads": _common(fields.get("attention.head_count_kv", fields["attention.head_count"])),
         "head_dim": head_dim,
         "rope_theta": fields.get("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(fields, rope_factors, head_dim),

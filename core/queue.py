@@ -430,7 +430,8 @@ class Charges:
             owed_s = part_s = fixed_s + length * (token_s + kv_s * start)
             if start < sequence.prepaid_end:
                 owed_s, part_s = fixed_s, fixed_s + self._use_prepaid(sequence, start, length)
-            num_blocks = sequence.table.num_held
+            table = sequence.table
+            num_blocks = len(table.blocks) - table.num_dropped  # num_held inlined: for each row of each step
             parts_s.append(part_s)
             held.append(num_blocks)
             tenant = sequence.tenant

@@ -60,10 +60,10 @@ def test_step_of_one_row_takes_so_many_calls() -> None:
     """Before raising a bound: what is new may be done once for many steps, or only when somebody asks.
 
     Some nine of the calls keep what is in flight, so that a step can be sent before the one before it comes back; some
-    six look for a draft, and count what drafts gained and lost.
+    six look for a draft, and count what drafts gained and lost; two ask whether somebody watches the steps.
     """
     work = measure(1)
-    assert work.num_calls <= 83
+    assert work.num_calls <= 85
     assert work.num_builtin_calls <= 91
 
 
@@ -73,7 +73,7 @@ def test_each_further_row_takes_so_many_calls(engine: type[EngineUnderTest], num
     """In one step of sixteen a row needs a block, which takes some twenty; in the others, no call of its own."""
     one, many = measure(1, engine), measure(num_rows, engine)
     assert (many.num_calls - one.num_calls) / (num_rows - 1) <= 1.6
-    assert (many.num_builtin_calls - one.num_builtin_calls) / (num_rows - 1) <= 10.7
+    assert (many.num_builtin_calls - one.num_builtin_calls) / (num_rows - 1) <= 10.8
 
 
 def instructions_beside_a_queue(num_waiting: int, deadline_s: float | None) -> float:

@@ -1,6 +1,7 @@
 """Small random models of every family, made once per run, and runners over them."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,14 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def oracle(family: str, model_directory: Callable[[str], Path]) -> Oracle:
-    return Oracle(model_directory(family))
+def oracle_of(model_directory: Callable[[str], Path]) -> Callable[[str], Oracle]:
+    """Family -> its oracle; the last one is kept."""
+    return lru_cache(maxsize=1)(lambda family: Oracle(model_directory(family)))
+
+
+@pytest.fixture
+def oracle(family: str, oracle_of: Callable[[str], Oracle]) -> Oracle:
+    return oracle_of(family)
 
 
 @pytest.fixture

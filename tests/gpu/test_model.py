@@ -25,14 +25,19 @@ def make_prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def expected(oracle: Oracle) -> object:
-    """(seed, prompt tokens) -> NUM_TOKENS greedy tokens, each computed once per family."""
+def expected_of(oracle_of: Callable[[str], Oracle]) -> Callable[[str, int, int], list[int]]:
+    """(family, seed, prompt tokens) -> NUM_TOKENS greedy tokens, each computed once."""
 
     @functools.cache
-    def greedy(seed: int, num_tokens: int) -> list[int]:
-        return oracle.greedy(make_prompt(seed, num_tokens), NUM_TOKENS)
+    def greedy(family: str, seed: int, num_tokens: int) -> list[int]:
+        return oracle_of(family).greedy(make_prompt(seed, num_tokens), NUM_TOKENS)
 
     return greedy
+
+
+@pytest.fixture
+def expected(family: str, expected_of: Callable[[str, int, int], list[int]]) -> object:
+    return functools.partial(expected_of, family)
 
 
 def test_logits_agree_with_the_oracle(runner: ModelRunner, oracle: Oracle) -> None:

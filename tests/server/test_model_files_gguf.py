@@ -207,7 +207,7 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4"),
         ({"llama.attention.causal": 0}, "attention.causal=0"),
         ({"llama.block_count": 2**31}, "block_count is 2147483648"),
-        ({"llama.attention.head_count": [4, 4]}, r"rewritten\.gguf: llama\.attention\.head_count=\[4, 4\]"),
+        ({"llama.attention.head_count": [4, 2]}, r"rewritten\.gguf: llama\.attention\.head_count=\[4, 2\]"),
         ({"llama.attention.head_count_kv": 3}, r"head_count=4 is not a multiple of llama\.attention\.head_count_kv=3"),
         ({"llama.rope.freq_base": 0}, r"rewritten\.gguf: llama\.rope\.freq_base=0"),
         ({"llama.context_length": 0}, r"rewritten\.gguf: llama\.context_length=0.*download it again"),
