@@ -32,6 +32,7 @@ FILES = {  # by path
     "/dashboard/engine.js": "engine.js",
     "/dashboard/playground.js": "playground.js",
     "/dashboard/tenants.js": "tenants.js",
+    "/dashboard/tour.js": "tour.js",
     "/docs": "docs.html",
     "/dashboard/docs.js": "docs.js",
 }

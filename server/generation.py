@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import quote
 
@@ -65,6 +65,8 @@ class State(enum.Enum):
     ENDING = enum.auto()  # broken off, or its client has left: the engine is not done yet
     DONE = enum.auto()  # nothing more is written
 
+    __hash__ = object.__hash__  # an Enum's is Python code
+
 
 class Event(enum.Enum):
     """What happens to a generation."""
@@ -78,6 +80,8 @@ class Event(enum.Enum):
     BROKEN_OFF = enum.auto()  # by an error: a deadline, a DELETE, an engine's fault, the end of the process
     CLIENT_GONE = enum.auto()
     CLOSED = enum.auto()  # its task ends, well or by an exception
+
+    __hash__ = object.__hash__
 
 
 Row = dict[Event, tuple[State, str | None]]  # the next state, and its action: a method of Generation
@@ -130,7 +134,7 @@ TABLE: dict[State, Row] = {  # an event that is not in its state's row is a bug
         Event.CLOSED: (State.DONE, "_close_books"),
     },
 }
-OPEN = (State.STREAMING, State.RESERVING, State.QUEUED, State.SETTLING)  # a tuple: an Enum's hash is Python code
+OPEN = frozenset((State.STREAMING, State.RESERVING, State.QUEUED, State.SETTLING))
 
 
 class Generation:
@@ -329,7 +333,7 @@ class Generation:
         stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
         self._place.end = self.fail
 
-    @property
+    @cached_property
     def _own_model(self) -> str:
         return own_name(self._backend.reader.cards, self._prepared.call.model)
 
@@ -348,10 +352,11 @@ class Generation:
         Raises:
             LookupError: the event is not in its state's row: a bug.
         """
-        if event not in TABLE[self.state]:
+        row = TABLE[self.state]
+        if event not in row:
             raise LookupError(f"{event} in {self.state}")
         was_over = self._is_closed and self.state is State.DONE
-        self.state, action = TABLE[self.state][event]
+        self.state, action = row[event]
         self._is_closed |= event is Event.CLOSED
         try:
             if action is not None:
@@ -401,9 +406,10 @@ class Generation:
             first_choice, continues_text = i * call.num_computed, self._prepared.continues_text
             handle = engine.submit(request, self, table, continues_text, first_choice, forbidden, follow)
             self._handles.append(handle)
-        self._timer.arm()
         if self._entry is None:
-            self._on(Event.RESERVED)
+            self._on(Event.RESERVED)  # arms the timer, too
+        else:
+            self._timer.arm()
 
     def _release(self) -> None:
         """Write the output that was withheld."""
@@ -823,6 +829,8 @@ class Generation:
 
 
 def total_usage(usages: list[Usage]) -> Usage:
+    if len(usages) == 1:
+        return usages[0]
     return Usage(*map(sum, zip(*map(msgspec.structs.astuple, [Usage(0, 0), *usages]), strict=True)))
 
 

@@ -7,7 +7,9 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from core.constraints import GrammarSpec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
@@ -42,6 +44,21 @@ def weight_of(body: bytes) -> int:
     """Of a request's body, for `compute`: its bytes, or as many as are computed off the loop."""
     asks_form = len(body) < OFFLOAD_BYTES and any(name in body for name in FORM_NAMES)
     return OFFLOAD_BYTES if asks_form else len(body)
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+_read_name = msgspec.json.Decoder(_Named).decode
+
+
+def _name_in(body: bytes) -> Any:
+    """The model that a body names. What is wrong elsewhere in it is told by who reads it whole."""
+    try:
+        return _read_name(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return parse_object(body).get("model")
 
 
 class Offload(Protocol):
@@ -189,7 +206,7 @@ class Generations:
         """
         if not self.others:
             return Backend(*self.known_own)
-        name = await self.compute(lambda: parse_object(body).get("model"), len(body))
+        name = await self.compute(lambda: _name_in(body), len(body))
         if name is not None and not isinstance(name, str):
             raise InvalidRequest("model must be a string.", "model", "invalid_type")
         if name is not None and name not in self.others:

@@ -14,7 +14,9 @@ import msgspec
 from core.errors import ErrorKind, ServiceError
 from server import __version__
 from server.api import messages, ollama
+from server.api.decoding import BUILDING, FUNCTION_KIND
 from server.api.known_fields import Does, Name, rules_of
+from server.api.replies import EVENTS
 from server.app import Operation, Route
 from server.gate.identity import Scope
 
@@ -40,13 +42,16 @@ def document(routes: Routes, prefixes: Routes) -> bytes:
     """The document, as JSON. A path that has the route of an earlier one is another name of it."""
     told = list(_told(routes, prefixes))
     types = list(dict.fromkeys(one for _, _, route, operation in told for one in _types_of(route, operation)))
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    with BUILDING:
+        schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(types, schemas, strict=True))
     for one in components.values():
         one.get("properties", {}).pop("(sent as)", None)
-    for _, _, _, operation in told:
-        if operation.surface is not None and operation.body in by_type:
-            components[by_type[operation.body]["$ref"].rpartition("/")[2]] |= _known(operation.surface)
+    for body, surface in {one.body: one.surface for *_, one in told if one.surface and one.body in by_type}.items():
+        schema = components[by_type[body]["$ref"].rpartition("/")[2]]
+        schema |= _known(surface)
+        if (tools := schema["properties"].get("tools")) is not None:
+            tools["anyOf"][0]["items"] = {"anyOf": [tools["anyOf"][0]["items"], _foreign_tool(surface)]}
     paths: dict[str, dict[str, Any]] = {}
     firsts: dict[tuple[str, Operation], str] = {}
     for path, method, route, operation in told:
@@ -85,6 +90,12 @@ def _known(surface: Name) -> dict[str, Any]:
         "x-refused": refused,
         "x-no-effect": [one.name for one in rules if one.does is Does.IGNORED],
     }
+
+
+def _foreign_tool(surface: Name) -> dict[str, Any]:
+    kind = {"type": "string", "not": {"const": messages.FUNCTION_KIND if surface == "messages" else FUNCTION_KIND}}
+    about = "No function: left out, with a warning in the server's log."
+    return {"type": "object", "required": ["type"], "properties": {"type": kind}, "description": about}
 
 
 def _operation(path: str, method: str, route: Route, operation: Operation, schema_of: _SchemaOf) -> dict[str, Any]:
@@ -129,8 +140,7 @@ def _answers(route: Route, operation: Operation, schema_of: _SchemaOf) -> dict[s
         content["application/json"] = {"schema": schema_of(operation.answer)}
     if operation.events is not None:
         media_type = _plain(operation.media_type)
-        event = {"contentMediaType": "application/json", "contentSchema": schema_of(operation.events)}
-        content[media_type] = {"schema": {"type": "string", "description": "Each event's data or line:", **event}}
+        content[media_type] = {"schema": _event(route, operation, schema_of)}
     errors: dict[int, str] = {}
     for kind in _kinds(route, operation):
         status = route.errors.status(ServiceError(kind, ""))
@@ -139,6 +149,16 @@ def _answers(route: Route, operation: Operation, schema_of: _SchemaOf) -> dict[s
     return {str(operation.status): {"description": HTTPStatus(operation.status).phrase, "content": content}} | {
         str(status): {"description": errors[status].replace("_", " "), "content": form} for status in sorted(errors)
     }
+
+
+def _event(route: Route, operation: Operation, schema_of: _SchemaOf) -> dict[str, Any]:
+    """Of server-sent events each one, as OpenAPI 3.2 has them: JSON as its data, perhaps an error; of lines all."""
+    schema = {"anyOf": [schema_of(operation.events), schema_of(route.errors.shape)]}
+    json = {"contentMediaType": "application/json", "contentSchema": schema}
+    if operation.media_type != EVENTS:
+        return {"type": "string", **json}
+    data: dict[str, Any] = {"anyOf": [{"const": "[DONE]"}, json]} if operation.ends_with_done else json
+    return {"type": "object", "properties": {"data": {"type": "string", **data}}, "required": ["data"]}
 
 
 def _kinds(route: Route, operation: Operation) -> list[ErrorKind]:

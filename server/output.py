@@ -48,6 +48,9 @@ class StreamedOutput:
         """Returns the last events."""
         last = self._reply.end(usage, self._with_extras(extras))
         self._opened().send(last)
+        if not self._stream.takes_trailers:
+            self._stream.end()
+            return last
         counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
         shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
         self._stream.end(((b"server-timing", self._timings.server_timing()), (b"steploop-usage", shown)))

@@ -15,7 +15,6 @@ of what is no answer. Where the upstreams are not our own, that bounds what they
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -357,7 +356,9 @@ def _checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], 
         raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
     all_texts, num_ids = list[str](), 0
     for name in PROMPT_FIELDS:
-        leaves = list(_leaves(fields.get(name)))
+        if name not in fields:
+            continue
+        leaves = list(_leaves(fields[name]))
         texts = [one for one in leaves if isinstance(one, str)]
         num_ids += len(leaves) - len(texts)
         rules.check_prompt(texts, name)
@@ -530,7 +531,7 @@ class RelayHandle:
             self._send(connection)
 
     async def _wait(self) -> None:
-        with self._held():
+        try:
             try:
                 await self._slot.granted
                 self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._loop.time())
@@ -541,6 +542,8 @@ class RelayHandle:
                 self._lose(fault)
             else:
                 self._send(connection)
+        except Exception as error:
+            self._fail_by(error)
 
     def _send(self, connection: Connection) -> None:
         now_s, pool = self._loop.time(), self._pool
@@ -602,17 +605,14 @@ class RelayHandle:
         self._body = sse.json_line(fields)
         self._enter(pool)
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _fail_by(self, error: Exception) -> None:
         """What goes wrong with this answer ends it, and no other of the connection."""
-        try:
-            yield
-        except UpstreamFault as fault:
+        if isinstance(error, UpstreamFault):
             self._pool.note_outcome(self._upstream, False)
-            self._fail(self._pool.error_of(fault))
-        except Exception:
-            logger.exception("a request cannot be passed on", extra={"request_id": self.request.request_id})
-            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
+            self._fail(self._pool.error_of(error))
+            return
+        logger.error("a request cannot be passed on", exc_info=error, extra={"request_id": self.request.request_id})
+        self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
 
     def _refuse(self, error: ServiceError) -> None:
         """No answer has begun. An upstream that failed may have computed something."""
@@ -641,7 +641,7 @@ class RelayHandle:
         is_refusal, begun_s = self._head.status != 200, self._loop.time()
         self._heard_s = begun_s
         self._num_bytes += len(data)
-        with self._held():
+        try:
             if self._call.is_stream and not is_refusal:
                 for part in self._answer.push(data):
                     self._take(part, begun_s)
@@ -653,10 +653,12 @@ class RelayHandle:
             if self._answer.is_done and not self._is_cancelled:
                 self._finish_all()  # the answer's end follows, or is not waited for long
                 self._timer.arm()
+        except Exception as error:
+            self._fail_by(error)
         self._relay.work.busy_s += self._loop.time() - begun_s
 
     def on_end(self, fault: UpstreamFault | None) -> None:
-        with self._held():
+        try:
             if self._head is None:
                 self._lose(fault or UpstreamFault("its answer has no head"))
                 return
@@ -670,6 +672,8 @@ class RelayHandle:
             if not (self._answer.is_done or all(one.is_finished for one in self.sequences)):
                 raise fault or UpstreamFault("its answer ends in the middle")
             self._end()
+        except Exception as error:
+            self._fail_by(error)
 
     def _next_due(self) -> float | None:
         """When a stream's end is waited for no longer, or its upstream is taken to hang.

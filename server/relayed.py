@@ -95,7 +95,10 @@ class _Choice(msgspec.Struct, frozen=True):
 
     @property
     def has_text(self) -> bool:
-        return bool(self.text) or any(value for name, value in (self.delta or {}).items() if name != "role")
+        for name, value in (self.delta or {}).items():
+            if value and name != "role":
+                return True
+        return bool(self.text)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +130,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def inner(self) -> "_Message | None":
         """The response or message that an event is about."""
-        return next((one for one in (self.response, self.message) if isinstance(one, _Message)), None)
+        if isinstance(self.response, _Message):
+            return self.response
+        return self.message if isinstance(self.message, _Message) else None
 
 
 _encode = msgspec.json.encode
@@ -216,6 +221,10 @@ class UpstreamAnswer:
     def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
         """Events' names and data, or lines; comments are dropped."""
         buffer, are_lines = self._buffer, self._passage.form == "lines"
+        is_event = not (buffer or are_lines) and data.startswith(b"data: ") and data.endswith(b"\n\n")
+        if is_event and data.find(b"\n") == len(data) - 2 and b"\r" not in data:  # one alone, as most pieces are
+            yield None, data[6:-2]
+            return
         searched = max(0, len(buffer) - 3)
         buffer += data
         while (end := (_LINE_END if are_lines else _EVENT_END).search(buffer, searched)) is not None:
@@ -243,7 +252,8 @@ class UpstreamAnswer:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        self._note_usage(message, data)
+        if message.usage is not None or self._passage.form != "chunks":
+            self._note_usage(message, data)
         event_name = None if name is None else name.decode("ascii", "ignore")
         renamed = self._renamed(data)
         framed = renamed + b"\n" if self._passage.form == "lines" else sse.event(renamed, event_name)
@@ -254,7 +264,7 @@ class UpstreamAnswer:
             return self._read_named(message, framed)
         if message.choices:
             self._check(message.choices)
-            texts = tuple(one.index for one in message.choices if one.has_text)
+            texts = tuple([one.index for one in message.choices if one.has_text])
             ends = {one.index: _reason(one) for one in message.choices if one.finish_reason is not None}
             return Part(framed, texts, ends)
         if message.usage is not None and not self._call.includes_usage:
@@ -311,13 +321,16 @@ class UpstreamAnswer:
     def _renamed(self, data: bytes) -> bytes:
         """With our id and the name that was asked for, also of the response or message in an event."""
         fields = _read_fields(data)
-        for name in ("response", "message"):
+        for name in ("response", "message") if self._passage.form == "names" else ():
             if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
                 fields[name] = msgspec.Raw(_encode(self._with_names(_read_fields(inner))))
         return _encode(self._with_names(fields))
 
     def _with_names(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-        return fields | {name: own for name, own in self._names.items() if name in fields}
+        for name, own in self._names.items():
+            if name in fields:
+                fields[name] = own
+        return fields
 
 
 def _reason(choice: _Choice) -> FinishReason:

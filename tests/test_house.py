@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (13_690, 38),
-    "server/api": (6010, 19),
+    "server": (13_970, 38),
+    "server/api": (6300, 19),
     "server/batches": (1010, 3),
     "server/commands": (2500, 14),
     "server/gate": (2870, 9),
@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (795, 5),
     "bench": (9820, 37),
 }
-TEST_LINES = 67_500
+TEST_LINES = 67_660
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -61,7 +61,7 @@ ROOMS = (
         "adapters",
         "local_models",
     ),
-    ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "routes"),
+    ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "switches", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )

@@ -158,9 +158,14 @@ def test_what_core_may_not_do_is_found(source: str) -> None:
 def test_only_the_engine_three_writers_of_files_and_a_publisher_start_threads() -> None:
     """Of what serves; `steploop chat` serves beside its own loop, and guards a terminal's line.
 
-    The process that tries grammars out has one thread, for its stack.
+    The process that tries grammars out has one thread, for its stack. What decodes bodies has a lock alone.
     """
-    others = {"server/commands/chat.py", "server/commands/console.py", "server/grammar_guard.py"}
+    others = {
+        "server/api/decoding.py",
+        "server/commands/chat.py",
+        "server/commands/console.py",
+        "server/grammar_guard.py",
+    }
     starters = [
         path.relative_to(ROOT).as_posix()
         for layer in ("core", "server", "gpu")

@@ -9,6 +9,7 @@ import json.decoder
 import json.scanner
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -27,6 +28,7 @@ MAX_ESCAPES = 2**21  # json's scanner takes 3 ns for each, with the GIL
 LONG_BYTES = 32 * 1024  # from this size on a body is parsed in steps; a shorter one holds the GIL for less than 5 ms
 MAX_SHOWN_KEY = 32  # characters of a client's own word that a refusal or a warning repeats
 MAX_SHOWN_KINDS = 8  # of tools, in one warning
+FUNCTION_KIND = "function"  # the type of tools that are functions, but for messages
 MAX_UNKNOWN_FIELDS = 16  # reported per request
 
 T = TypeVar("T")
@@ -64,7 +66,7 @@ _BOUNDED_TYPES: dict[str, type] = {
 
 
 def decode(
-    body: bytes | dict[str, Any], shape: type[T], rules: Rules, function_kind: str = "function"
+    body: bytes | dict[str, Any], shape: type[T], rules: Rules, function_kind: str = FUNCTION_KIND
 ) -> tuple[T, tuple[str, ...]]:
     """The body as `shape`, and the names of its unknown top-level fields.
 
@@ -81,10 +83,10 @@ def decode(
     _refuse_unsupported(fields, rules)
     renamed = _rename(fields, rules)
     value = convert(fields, shape, renamed)
-    shaped = getattr(shape, "__struct_fields__", ())
-    if "sent_as" in shaped:
+    names = getattr(shape, "__struct_fields__", ())
+    if "sent_as" in names:
         value = msgspec.structs.replace(value, sent_as=renamed)  # type: ignore[type-var]
-    unknown = [name for name in fields if name not in shaped and name not in rules]
+    unknown = [name for name in fields if name not in names and name not in rules]
     return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
 
 
@@ -97,9 +99,28 @@ def convert(fields: dict[str, Any], shape: type[T], renamed: Mapping[str, str]) 
         InvalidRequest: a wrong type or range.
     """
     try:
-        return msgspec.convert(fields, shape)
+        return shaped(fields, shape)
     except msgspec.ValidationError as error:
         raise _field_error(str(error), fields, renamed, shape) from None
+
+
+_built: set[Any] = set()
+BUILDING = threading.Lock()  # what msgspec knows of a type: see shaped()
+
+
+def shaped(value: Any, shape: type[T]) -> T:
+    """msgspec.convert, on any thread.
+
+    msgspec builds what it knows of a type at its first use, and kills the process where two threads do so at once.
+
+    Raises:
+        msgspec.ValidationError: see there.
+    """
+    if shape not in _built:
+        with BUILDING:
+            msgspec.json.Decoder(shape)
+            _built.add(shape)
+    return msgspec.convert(value, shape)
 
 
 PAGE = {"after": str, "limit": Annotated[int, Meta(ge=1, le=100)], "order": Literal["asc", "desc"]}  # a list's query

@@ -41,6 +41,7 @@ from server.wire import sse
 from server.wire.messages import TextFrame
 
 ID_PREFIX = "msg_"
+FUNCTION_KIND = "custom"  # the type of tools that are functions
 # A coding client's first lines: they differ from request to request, and with them no prefix would be found again
 _BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
 
@@ -145,12 +146,12 @@ class CountBody(MessagesBody, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    return _call(*decode(body, MessagesBody, rules_of("messages"), "custom"), defaults_of)
+    return _call(*decode(body, MessagesBody, rules_of("messages"), FUNCTION_KIND), defaults_of)
 
 
 def parse_count(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     """The call that the request of count_tokens would make."""
-    return _call(*decode(body, CountBody, rules_of("messages"), "custom"), defaults_of)
+    return _call(*decode(body, CountBody, rules_of("messages"), FUNCTION_KIND), defaults_of)
 
 
 def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: DefaultsOf) -> GenerationCall:

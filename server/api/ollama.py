@@ -137,6 +137,9 @@ class _Turn(msgspec.Struct, frozen=True):
     content: str
 
 
+_TURNS = msgspec.json.Decoder(list[_Turn])
+
+
 def context_of(turns: Sequence[Mapping[str, Any]]) -> list[int]:
     data = sse.json_line([{"role": turn["role"], "content": turn["content"]} for turn in turns])
     data += b" " * (-len(data) % _PIECE)
@@ -155,7 +158,7 @@ def turns_of(context: Sequence[int]) -> list[Message]:
     try:
         if context[0] != _MARK:
             raise ValueError("it is another server's")
-        turns = msgspec.json.decode(b"".join(one.to_bytes(_PIECE) for one in context[1:]), type=list[_Turn])
+        turns = _TURNS.decode(b"".join(one.to_bytes(_PIECE) for one in context[1:]))
     except (ValueError, OverflowError, RecursionError):  # msgspec's errors are ValueErrors
         message = "context is of no answer of this server. Send the one of an answer as it is, or leave it out."
         raise InvalidRequest(message, "context") from None

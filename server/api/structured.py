@@ -13,7 +13,7 @@ from msgspec import Meta
 from core import constraints
 from core.constraints import ANY_OBJECT, GrammarSpec, Tag
 from core.errors import InvalidRequest
-from server.api.decoding import parse_object
+from server.api.decoding import parse_object, shaped
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=constraints.MAX_CHOICES)]
 Source = Annotated[str, Meta(min_length=1)]
@@ -172,7 +172,7 @@ def _read(text: str, param: str) -> dict[str, Any]:
 
 def _tagged(value: Any, param: str) -> GrammarSpec:
     try:
-        asked = msgspec.convert(_read(value, param) if isinstance(value, str) else value, StructuralTag)
+        asked = shaped(_read(value, param) if isinstance(value, str) else value, StructuralTag)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{param} is no structural tag that can be held: {error}.", param) from None
     form = asked.format

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import lru_cache
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -283,6 +284,12 @@ class Caller:
 LOCAL_CALLER = Caller(LOCAL)
 
 
+@lru_cache(maxsize=1024)
+def _local(network: str | None) -> Caller:
+    """LOCAL_CALLER, from there."""
+    return replace(LOCAL_CALLER, network=network)
+
+
 class KeyOrigin(StrEnum):
     """Where a key is configured."""
 
@@ -466,7 +473,7 @@ class Authenticator:
                 be checked now.
         """
         if self.directory.is_open:
-            return replace(LOCAL_CALLER, network=network)
+            return _local(network)
         for ways in self._combinations:
             callers = [self._caller_by(way, request, certificate) for way in ways]
             present = [caller for caller in callers if caller is not None]

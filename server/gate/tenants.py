@@ -61,6 +61,9 @@ class DeadlineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     total_ms: _Milliseconds | None = None
 
 
+_SERVERS = DeadlineTable()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
     """How long a request may take, in seconds; infinite: unlimited. Generation enforces them.
@@ -78,11 +81,15 @@ class Deadlines:
 
     def replaced_by(self, table: DeadlineTable) -> "Deadlines":
         """With a tenant's own in place of the server's."""
+        if table == _SERVERS:
+            return self
         own = {f"{name}_s": getattr(table, f"{name}_ms") for name in ("ttft", "inter_token", "total")}
         return Deadlines(**{name: getattr(self, name) if ms is None else ms / 1e3 for name, ms in own.items()})
 
     def narrowed_by(self, asked: "Deadlines") -> "Deadlines":
         """The shorter of each: its own, and what a request asks for."""
+        if asked is ANY_TIME:
+            return self
         names = ("ttft_s", "inter_token_s", "total_s")
         shorter = frozenset(name for name in names if math.inf > getattr(asked, name) <= getattr(self, name))
         return Deadlines(asked=shorter, **{name: min(getattr(self, name), getattr(asked, name)) for name in names})

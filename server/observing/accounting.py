@@ -114,7 +114,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         ended_s: monotonic.
         started_unix_s: when its first byte came.
         tenant: on an open server, `local`.
-        detokenize_ms: the loop's work on its tokens.
         has_failed: by our fault, or broken off.
         alias: the client's own id.
     """
@@ -124,9 +123,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_s: float
     tenant: str
     model: str
-    intervals: tuple[Interval, ...]
-    detokenize_ms: float
-    prefill_chunks: int
+    timings: StageClock
     has_failed: bool
     trace: TraceContext | None = None
     alias: str | None = None
@@ -311,9 +308,7 @@ class Accounting:
             started_unix_s=self.clock.unix() - account.timings.total_ns / S_NS,
             tenant=account.tenant,
             model=(outcome and outcome.model) or self.metrics.model_name or "",
-            intervals=intervals_of(account.timings),
-            detokenize_ms=round(account.timings.detokenize_s * 1e3, 3),
-            prefill_chunks=account.timings.num_prefill_chunks,
+            timings=account.timings,
             has_failed=has_failed,
             trace=account.trace,
             alias=client_request_id(account.request),
@@ -346,7 +341,7 @@ def _record(account: Account, status: int, error_code: str | None) -> AccessReco
         certificate_subject=None if certificate is None else certificate.subject,
         trace_id=None if account.trace is None else account.trace.trace_id,
         upstream=timings.upstream,
-        stages_ms=timings.stages_ms(),
+        stages_ms=timings.stages_ms() if access_is_logged() else None,
     )
 
 
@@ -415,9 +410,9 @@ def _flight_json(flight: RequestRecord) -> dict[str, object]:
         "tenant": flight.tenant,
         "model": flight.model,
         "started": round(flight.started_unix_s, 3),
-        "prefill_chunks": flight.prefill_chunks,
-        "detokenize_ms": flight.detokenize_ms,
-        "stages": [msgspec.structs.asdict(one) for one in flight.intervals],
+        "prefill_chunks": flight.timings.num_prefill_chunks,
+        "detokenize_ms": flight.timings.detokenize_ms,
+        "stages": [msgspec.structs.asdict(one) for one in intervals_of(flight.timings)],
     }
 
 

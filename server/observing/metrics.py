@@ -227,8 +227,9 @@ class Metrics:
         """To be called once for every request, when its last byte is out."""
         self.responses[done.status] += 1
         if done.usage is not None:
-            self._count_stages(done.timings)
-            self._count_tenant(done, done.usage)
+            stages = done.timings.stages_ns()
+            self._count_stages(done.timings, stages)
+            self._count_tenant(done, done.usage, stages)
             self._judge(done, done.usage)
             if done.error_code is not None:
                 self.failed[done.error_code] += 1
@@ -237,8 +238,7 @@ class Metrics:
             if done.is_our_fault:
                 self.slo.observe(None, None, None, has_failed=True)
 
-    def _count_stages(self, timings: StageClock) -> None:
-        stages = timings.stages_ns()
+    def _count_stages(self, timings: StageClock, stages: Mapping[Stage, int]) -> None:
         for stage, spent_ns in stages.items():
             self.stages[stage].observe(spent_ns / S_NS)
         for stage, histogram in ((Stage.QUEUE, self.queue_time), (Stage.PREFILL, self.prefill_time)):
@@ -247,7 +247,7 @@ class Metrics:
         if timings.first_token_s is not None and timings.end_s is not None:
             self.decode_time.observe(timings.end_s - timings.first_token_s)
 
-    def _count_tenant(self, done: Finished, usage: Usage) -> None:
+    def _count_tenant(self, done: Finished, usage: Usage, stages: Mapping[Stage, int]) -> None:
         has_series = done.tenant in self.tenants or len(self.tenants) < MAX_TENANTS
         counts = self.tenants.setdefault(done.tenant if has_series else OTHER_TENANTS, TenantCounts())
         counts.num_requests += 1
@@ -255,7 +255,7 @@ class Metrics:
             counts.num_prompt_tokens += usage.num_prompt_tokens
             counts.num_cached_tokens += usage.num_cached_tokens
             counts.num_completion_tokens += usage.num_completion_tokens
-        counts.queue_s += done.timings.stages_ns().get(Stage.QUEUE, 0) / S_NS
+        counts.queue_s += stages.get(Stage.QUEUE, 0) / S_NS
 
     def _judge(self, done: Finished, usage: Usage) -> None:
         timings, is_whole = done.timings, done.error_code is None and done.status == 200

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.observing.accounting import RequestRecord
+from server.observing.accounting import RequestRecord, intervals_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -132,7 +132,7 @@ def spans_of(flight: RequestRecord) -> list["ReadableSpan"]:
             end_time=started_ns + round((one.start_ms + one.duration_ms) * _NS_PER_MS),
             instrumentation_scope=scope,
         )
-        for one in flight.intervals
+        for one in intervals_of(flight.timings)
     ]
     return [request, *stages]
 
@@ -154,9 +154,9 @@ def _attributes(flight: RequestRecord, operation: str) -> dict[str, str | int | 
         "http.response.status_code": record.status,
         "error.type": record.error_code,
         "steploop.tenant": flight.tenant,
-        "steploop.prefill_chunks": flight.prefill_chunks,
+        "steploop.prefill_chunks": flight.timings.num_prefill_chunks,
         "steploop.ttft_ms": record.ttft_ms,
-        "steploop.detokenize_ms": flight.detokenize_ms,
+        "steploop.detokenize_ms": flight.timings.detokenize_ms,
     }
     return {name: value for name, value in attributes.items() if value is not None}
 

@@ -5,6 +5,7 @@ import { $, count, emptyRow, fill, known, made, percent, readEvents, refusal, si
 import { BlockGrid, STATES, StepLoop } from "/dashboard/engine.js";
 import { playground } from "/dashboard/playground.js";
 import { tenants } from "/dashboard/tenants.js";
+import { tour } from "/dashboard/tour.js";
 
 /**
  * @typedef {import("/dashboard/elements.js").Row} Row
@@ -281,13 +282,15 @@ async function refresh() {
 
 const refreshTenants = tenants(ask);
 
-const VIEWS = ["server", "playground"];
-let isSignedOut = false, needsKey = false;
+const VIEWS = ["server", "playground", "tour"];
+let view = VIEWS[0], isSignedOut = false, needsKey = false;
 const openPlayground = playground(ask, () => key !== null);
+tour(ask);
 
 /** Show the view that the address names. Without the right `admin` the others than the first may still be of use. */
 function showView() {
-  const named = location.hash.slice(1), view = VIEWS.includes(named) ? named : "server";
+  const named = location.hash.slice(1) || VIEWS[0];
+  if (VIEWS.includes(named)) view = named; // others are places within it
   for (const name of VIEWS) {
     $(name).hidden = name !== view;
     $(`to-${name}`).setAttribute("aria-current", String(name === view));

@@ -561,6 +561,8 @@ class Pool:
         ]
         if not free:
             return None
+        if len(free) == 1:
+            return free[0]
         region = min((one.settings.region for one in free), key=self._regions.index)
         near = [one for one in free if one.settings.region == region]
         return min(near, key=self._cost_of(slot, near, now_s))

@@ -319,10 +319,8 @@ class Http2Exchanges(Exchanges):
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         stream_id = stream.request.stream_id
-        if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
-            trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
         self._num_ended += self._responses.num_unsent(stream_id)
-        self._responses.send_end(stream_id, trailers)
+        self._responses.send_end(stream_id, trailers if stream.takes_trailers else ())
         self._forget(stream_id)
         self._mark_dirty()
 

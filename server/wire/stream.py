@@ -209,11 +209,16 @@ class HttpStream:
         assert self.head_sent
         return self._carrier.text_writer(self, frame) if self.is_open else partial(self.send_text, frame)
 
+    @property
+    def takes_trailers(self) -> bool:
+        """RFC 9110 §6.5.1: the client is known to take them. Over HTTP/1.1 none are sent."""
+        return (self.request.header(b"te") or b"").lower() == b"trailers"
+
     def end(self, trailers: Headers = ()) -> None:
         """The response is complete.
 
         Args:
-            trailers: for HTTP/2 clients that take some (`te: trailers`).
+            trailers: for a client that takes them.
         """
         if self.is_open:
             self._carrier.write_end(self, trailers)

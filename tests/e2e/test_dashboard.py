@@ -213,6 +213,14 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.wait("document.getElementById('block').textContent.includes('free')")
         assert ask() == 200
         page.wait("document.getElementById('promises').innerText.includes('✗ broken')")
+        page.evaluate("location.hash = 'tour'")
+        page.wait("document.getElementById('tour').hidden === false")
+        page.evaluate("document.getElementById('switch').value = 'prefix_cache'")
+        page.evaluate("document.getElementById('simulate').requestSubmit()")
+        page.wait("document.querySelectorAll('#runs rect.answers').length === 32")
+        page.evaluate("document.getElementById('switches-title').scrollIntoView()")
+        page.save(shown / "switches.png")
+        page.evaluate("location.hash = ''")
         page.wait("document.getElementById('step').textContent.includes('median')")
         page.evaluate("document.getElementById('steps').focus()")
         page.press("ArrowLeft", 37)
@@ -256,7 +264,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
 
 @pytest.mark.slow
 @needs("chromium", "chromium")
-def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_that_is_shown(
+def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_and_takes_the_tour(
     spawn: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     now, keys, config = datetime.now(UTC), tmp_path / "keys.json", tmp_path / "tenants.toml"
@@ -341,8 +349,24 @@ def test_a_visitor_asks_stops_and_forks_an_answer_by_keyboard_and_runs_the_code_
         page.evaluate("document.getElementById('chat').requestSubmit()")
         told("chat-told", "text.includes('response_format')")
         page.failures.clear()  # that it was refused
+
+        page.evaluate("document.getElementById('to-tour').focus()")
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('tour').hidden === false")
+        page.evaluate("document.getElementById('tour-send').focus()")
+        page.press("Enter", 13, "\r")
+        told("tour-told", "/through 15 stages, in /.test(text)")
+        told("tour-stages", "/24 tokens, one in [0-9.]+ ms/.test(text) && text.includes('core/kv_cache.py')")
+        page.save(shown / "tour.png")
+        page.failures.clear()
+        page.evaluate("document.getElementById('simulate').requestSubmit()")
+        told("simulate-told", "text.includes('admin')")  # operators alone run simulations
+        page.failures.clear()
+        page.evaluate("document.querySelector('.skip').click()")
+        page.wait("document.activeElement.id === 'main'")
+        assert not page.evaluate("document.getElementById('tour').hidden")
         page.look_like(390, "dark")
-        page.save(shown / "playground-phone.png")
+        page.save(shown / "tour-phone.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert page.failures == []

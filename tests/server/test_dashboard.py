@@ -1,5 +1,6 @@
 """The dashboard: who may look, what its stream shows and to how many, and what protects its page."""
 
+import re
 from base64 import b64decode
 from ipaddress import ip_address
 from struct import iter_unpack
@@ -9,7 +10,7 @@ import pytest
 
 from core.types import EngineStats, Watch
 from core.watch import STATES
-from server.dashboard import ASK_S, FILES, PROTECTION
+from server.dashboard import ASK_S, DIRECTORY, FILES, PROTECTION
 from server.gate.cross_origin import is_operators
 from server.gate.identity import Scope
 from server.observing.live import COLUMNS, MAX_POINTS, MAX_VIEW_S, MAX_VIEWERS, POINT_S, TICK_S, History, quantile_ms
@@ -142,6 +143,12 @@ def test_each_answer_of_the_page_is_protected(path: str) -> None:
         assert b"://" not in answer.body.replace(b"http://www.w3.org/2000/svg", b"").replace(
             b"http://127.0.0.1", b""
         ).replace(b"http://localhost", b"")
+
+
+def test_each_file_that_the_tour_names_exists() -> None:
+    named = re.findall(r'file: "([^"]+)"', (DIRECTORY / "tour.js").read_text())
+    assert len(set(named)) == 15
+    assert [one for one in named if not (DIRECTORY.parents[1] / one).is_file()] == []
 
 
 def test_others_than_browsers_are_told_that_the_server_runs() -> None:

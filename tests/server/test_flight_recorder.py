@@ -10,6 +10,7 @@ from server.observing.accounting import (
     RequestRecord,
 )
 from server.observing.logs import AccessRecord
+from server.observing.timing import StageClock
 
 
 class Clock:
@@ -28,9 +29,7 @@ def flight(number: int, ended_s: float = 0.0, tenant: str = "a", has_failed: boo
         started_unix_s=0.0,
         tenant=tenant,
         model="m",
-        intervals=(),
-        detokenize_ms=0.0,
-        prefill_chunks=1,
+        timings=StageClock(0.0),
         has_failed=has_failed,
     )
 

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from typing import Annotated
 
 import msgspec
@@ -176,3 +178,27 @@ class _Counted(msgspec.Struct):
 def test_a_bound_on_one_side_is_told_alone() -> None:
     with pytest.raises(InvalidRequest, match="num must be at least 1"):
         decode(b'{"num": 0}', _Counted, {})
+
+
+def test_threads_decode_types_that_none_has_used_before() -> None:
+    """In a process of its own: msgspec alone crashes here, as it builds what it knows of a type at its first use."""
+    program = """
+import sys, threading
+import msgspec
+from server.api.decoding import convert
+sys.setswitchinterval(1e-6)
+inner = [msgspec.defstruct(f"Inner{i}", [("a", "int | None")], namespace={}) for i in range(200)]
+shapes = [msgspec.defstruct(f"Shape{i}", [("x", one), ("y", "tuple[int, ...]", ())]) for i, one in enumerate(inner)]
+together = threading.Barrier(4)
+found = []
+def work():
+    for shape in shapes:
+        together.wait()
+        found.append(convert({"x": {"a": 1}, "y": [1]}, shape, {}).x.a)
+threads = [threading.Thread(target=work) for _ in range(4)]
+for one in threads: one.start()
+for one in threads: one.join()
+print(sum(found))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "800\n"), ended.stderr
