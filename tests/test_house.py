@@ -25,7 +25,7 @@ BUDGETS = {
     "server/observing": (2880, 11),
     "server/upstream": (1670, 6),
     "server/wire": (4910, 14),
-    "core": (16_645, 42),
+    "core": (16_670, 42),
     "gpu": (12_530, 39),
     "gpu/cpu_kernels": (5110, 12),
     "gpu/kernels": (2980, 7),
