@@ -266,14 +266,14 @@ class SequenceStates:
             self.mean_answer_tokens += ANSWER_RATE * (max(1, sequence.num_billed_tokens) - self.mean_answer_tokens)
         group.num_live -= 1
         is_last = group.num_live == 0
-        answer_ids = tuple(sequence.answer_ids) if group.request.tells_answer else ()
-        has_stopped = group.request.tells_answer and len(answer_ids) < sequence.num_own_tokens
+        answer_ids = tuple(sequence.answer_ids)
+        has_stopped = len(answer_ids) < sequence.num_own_tokens
         self.outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 stop_logprobs=stop_logprobs,
-                answer_ids=answer_ids,
+                answer_ids=answer_ids if group.request.tells_answer else (),
                 stop_id=sequence.token_ids[-1] if has_stopped else None,
                 pooled=pooled,
                 finish_reason=reason,

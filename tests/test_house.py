@@ -25,14 +25,14 @@ BUDGETS = {
     "server/observing": (2880, 11),
     "server/upstream": (1670, 6),
     "server/wire": (4910, 14),
-    "core": (16_545, 42),
+    "core": (16_580, 42),
     "gpu": (12_530, 39),
     "gpu/cpu_kernels": (5110, 12),
     "gpu/kernels": (2980, 7),
     "gpu/parallel": (795, 5),
     "bench": (9820, 37),
 }
-TEST_LINES = 67_600
+TEST_LINES = 67_660
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
