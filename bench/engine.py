@@ -9,7 +9,6 @@ measured beside each decode.
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -26,7 +25,6 @@ import torch
 
 from bench.kit import Flag, Found, bench
 from bench.limits import CPU, ModelWork, Speed, decode_limit_s, limit_tables, measure_limits, prefill_limit_s, work_of
-from bench.load import CannotRun
 from bench.make_model import draw_tensor
 from bench.results import Cell, Plot, Table, table_of
 from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
@@ -59,6 +57,7 @@ from gpu.memory_plan import plan_memory, weights_size_bytes
 from gpu.parameters import empty_weights
 from gpu.runner import ModelRunner
 from gpu.tune import find_operators
+from server.model_files import parse_config, read_model_config
 
 WARM_STEPS = 2
 SPARE_TOKENS = 4  # of each sequence: sampled before it was paused, and in flight at the end
@@ -250,16 +249,13 @@ class Streams:
                 self.num_open -= 1
 
 
-def model_config(directory: Path) -> ModelConfig:
-    """
+def model_config(path: Path) -> ModelConfig:
+    """Of a Hugging Face directory or GGUF file.
+
     Raises:
-        CannotRun: there is no model.
+        StartupError: there is no model.
     """
-    try:
-        return parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        fix = "name a model directory; python -m bench.make_model makes one"
-        raise CannotRun(f"{error}", fix) from error
+    return parse_config(path, read_model_config(path))
 
 
 def open_model(arguments: argparse.Namespace, num_kv_tokens: int, **engine: Any) -> ModelRunner:

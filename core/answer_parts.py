@@ -109,6 +109,7 @@ class Parser:
         self._uncertain_from: int | None = None  # where what may still turn out to be plain text begins
         self._is_complete = False
         self._is_cut = False
+        self._is_in_arguments = False  # where they are cut, what there is of a mark or a bare value is none of them
         self._events: list[Part] = []
         self._run = self._parse()
         next(self._run, None)
@@ -126,7 +127,8 @@ class Parser:
         """No more text comes.
 
         Args:
-            is_cut: the model had more to write. What it had begun of a call is then no text.
+            is_cut: the model had more to write. What it had begun of a call is then no text, and its arguments are a
+                beginning of those that it would have written.
         """
         self._is_complete, self._is_cut = True, is_cut
         return self._advance()
@@ -154,6 +156,10 @@ class Parser:
 
     # Reading: each waits for the text it needs, and raises _Cut where the text is complete.
 
+    @property
+    def _cuts_arguments(self) -> bool:
+        return self._is_cut and self._is_in_arguments
+
     def _more(self) -> Step:
         if self._is_complete:
             raise _Cut
@@ -175,7 +181,9 @@ class Parser:
             rest = self._text[self._at + num_skipped : self._at + num_skipped + len(literal)]
             if rest == literal:
                 return True
-            if self._is_complete or not literal.startswith(rest):
+            if not literal.startswith(rest):
+                return False
+            if self._is_complete and not self._cuts_arguments:
                 return False
             yield from self._more()
 
@@ -204,7 +212,7 @@ class Parser:
         while True:
             match = pattern.match(self._text, self._at)
             end = match.end() if match else self._at
-            if end < len(self._text) or self._is_complete:
+            if end < len(self._text) or (self._is_complete and not self._cuts_arguments):
                 break
             yield from self._more()
         found, self._at = self._text[self._at : end], end
@@ -230,7 +238,7 @@ class Parser:
         while True:
             match = pattern.search(self._text, self._at)
             end = match.start() if match else len(self._text)
-            if match is None and (not self._is_complete or (drops_cut and self._is_cut)):
+            if match is None and (not self._is_complete or (drops_cut and self._is_cut) or self._cuts_arguments):
                 end -= _num_held(self._text[self._at :], literals)
             if end > self._at:
                 emit(self._text[self._at : end])
@@ -417,6 +425,7 @@ class ToolCallParser(Parser):
         try:
             yield from self._calls(trigger.removeprefix(self._format.before))
         except _Mismatch:
+            self._is_in_arguments = False
             if self._uncertain_from is None:
                 return False
             self._at, self._uncertain_from = self._uncertain_from, None
@@ -507,6 +516,7 @@ class ToolCallParser(Parser):
             yield from self._expect(call.name_end.strip())
         self._begin_call(name, call_id)
         schema = self._schemas.get(name, {})
+        self._is_in_arguments = True
         match call.arguments:
             case JsonArguments():
                 yield from self._skip_whitespace()
@@ -515,6 +525,7 @@ class ToolCallParser(Parser):
                 yield from self._tagged_arguments(call.arguments, schema)
             case LiteralArguments():
                 yield from self._literal_arguments(call.arguments, schema)
+        self._is_in_arguments = False
         self.num_complete += 1
         if call.end:
             yield from self._take_after_whitespace(call.end)
@@ -609,7 +620,8 @@ class ToolCallParser(Parser):
             try:
                 yield from self._until(ends, parts.append)
             except _Cut:
-                self._emit_arguments("".join(parts))
+                if not self._is_cut:
+                    self._emit_arguments("".join(parts))
                 raise
             self._emit_arguments(typed("".join(parts), types))
 

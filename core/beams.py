@@ -23,11 +23,17 @@ class Answer:
 
 
 class _Step(NamedTuple):
-    """What may come next: the rank of the beam that it continues, and its token."""
+    """What may come next, in the order of choice.
 
-    score: np.float32
+    Args:
+        loss: minus its score, a float32.
+        rank: of the beam that it continues.
+    """
+
+    loss: float
     rank: int
-    token: TokenLogprobs
+    token_id: int
+    logprob: float
 
 
 @dataclass(slots=True)
@@ -55,7 +61,7 @@ class BeamSearch:
     told: dict[int, TokenLogprobs] = field(default_factory=dict)
     num_tokens: int = 0
     answers: list[Answer] = field(default_factory=list)
-    _scores: list[np.float32] = field(default_factory=lambda: [np.float32(0)])
+    _scores: list[float] = field(default_factory=lambda: [0.0])
     _written: list[tuple[TokenLogprobs, ...]] = field(default_factory=lambda: [()])
 
     @property
@@ -75,9 +81,6 @@ class BeamSearch:
         """Whether the sequence is a beam that has not come back."""
         return index in self.beams and index not in self.told
 
-    def tell(self, index: int, logprobs: TokenLogprobs) -> None:
-        self.told[index] = logprobs
-
     def advance(self) -> list[tuple[int, int]]:
         """Choose by what was told.
 
@@ -86,33 +89,37 @@ class BeamSearch:
         """
         width, length = self.wishes.width, len(self._written[0]) + 1
         self.num_tokens += width
-        may_stop, is_last = length > self.min_tokens, length == self.max_tokens
-        found = [
-            _Step(self._scores[rank] + np.float32(logprob), rank, TokenLogprobs(token_id, logprob))
+        is_last, left_out = length == self.max_tokens, self.forbidden
+        if length <= self.min_tokens:
+            left_out = left_out | self.stop_ids
+        some = [
+            (rank, token_id, logprob)
             for rank, index in enumerate(self.beams)
             for token_id, logprob in self.told[index].top
-            if token_id not in self.forbidden and (may_stop or token_id not in self.stop_ids)
+            if token_id not in left_out
         ]
-        found.sort(key=lambda step: (-step.score, step.rank, step.token.token_id))
+        scores = np.array(self._scores, np.float32)[[one[0] for one in some]]
+        scores += np.array([one[2] for one in some], np.float32)
+        found = [_Step(loss, *one) for loss, one in zip((-scores).tolist(), some, strict=True)]
+        found.sort()
         tops = [self.told.pop(index).top[: self.num_shown] for index in self.beams]
 
         def written(step: _Step) -> tuple[TokenLogprobs, ...]:
-            token = TokenLogprobs(step.token.token_id, step.token.logprob, tops[step.rank])
-            return (*self._written[step.rank], token)
+            return (*self._written[step.rank], TokenLogprobs(step.token_id, step.logprob, tops[step.rank]))
 
         for step in found[:width]:
-            has_stopped = step.token.token_id in self.stop_ids
+            has_stopped = step.token_id in self.stop_ids
             if has_stopped or is_last:
                 reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
-                self.answers.append(Answer(written(step), reason, step.score / self._divisor(length)))
+                self.answers.append(Answer(written(step), reason, -np.float32(step.loss) / self._divisor(length)))
         self.answers.sort(key=lambda answer: -answer.score)
         del self.answers[width:]
-        going_on = [step for step in found if step.token.token_id not in self.stop_ids][:width]
-        if is_last or not self._may_improve(going_on[0].score, length):
+        going_on = [step for step in found if step.token_id not in self.stop_ids][:width]
+        if is_last or not self._may_improve(-np.float32(going_on[0].loss), length):
             return []
         self._written = [written(step) for step in going_on]
-        self._scores = [step.score for step in going_on]
-        return [(step.rank, step.token.token_id) for step in going_on]
+        self._scores = [-step.loss for step in going_on]
+        return [(step.rank, step.token_id) for step in going_on]
 
     def _may_improve(self, best: np.float32, length: int) -> bool:
         """Whether a beam may still become a better answer than the worst: an estimate, unless "never" asks for more."""

@@ -141,15 +141,10 @@ class Scheduler:
         assert request.request_id not in states.groups, f"request {request.request_id} was submitted twice"
         cause = self._cause_of_refusal(request)
         if cause is not None:
-            states.outbox.chunks.append(
-                TokenChunk(
-                    request_id=request.request_id,
-                    index=0,
-                    finish_reason=FinishReason.ERROR,
-                    usage=Usage(num_prompt_tokens=0, num_completion_tokens=0),
-                    error=cause,
-                )
-            )
+            name, failed = request.request_id, FinishReason.ERROR
+            usage = Usage(num_prompt_tokens=0, num_completion_tokens=0)
+            chunk = TokenChunk(request_id=name, index=0, finish_reason=failed, usage=usage, error=cause)
+            states.outbox.chunks.append(chunk)
             return
         group = self._make_group(request)
         states.groups[request.request_id] = group
@@ -158,21 +153,20 @@ class Scheduler:
 
     def _cause_of_refusal(self, request: Request) -> str | None:
         """Why a request can never run, for its user; None if it can."""
-        num_tokens, num_slots = len(request.prompt_ids), len(self.states.occupants)
+        num_tokens, num_sequences = len(request.prompt_ids), request.num_sequences
         if num_tokens == 0:
             return "The prompt is empty."
         if num_tokens >= self._max_length + (request.pooling is not None):  # it needs no room for a token more
             return (
                 f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
             )
-        if request.beams is not None and self._searches.max_length_of(request) <= num_tokens:
-            return f"{request.num_sequences} beams of {num_tokens} tokens do not fit into this server's memory."
-        if request.beams is not None and self._searches.search_of(request).num_top > self.limits.vocab_size:
-            return (
-                f"{request.num_sequences} beams have too few tokens to choose from: most are banned, or end the answer."
-            )
-        if request.num_sequences > num_slots:
-            return f"{request.num_sequences} sequences were asked for; this server runs {num_slots} at once."
+        if request.beams is not None:
+            if self._searches.max_length_of(request) <= num_tokens:
+                return f"{num_sequences} beams of {num_tokens} tokens do not fit into this server's memory."
+            if self._searches.search_of(request).num_top > self.limits.vocab_size:
+                return f"{num_sequences} beams have too few tokens to choose from: most are banned, or end the answer."
+        if num_sequences > (num_slots := len(self.states.occupants)):
+            return f"{num_sequences} sequences were asked for; this server runs {num_slots} at once."
         return None
 
     def _make_group(self, request: Request) -> SequenceGroup:
@@ -718,7 +712,7 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             if sequence.search is not None:
-                sequence.search.tell(sequence.index, logprobs[i])
+                sequence.search.told[sequence.index] = logprobs[i]
                 self._counts.num_generated_tokens += 1
                 continue
             token_ids.append(token_id)
@@ -769,11 +763,7 @@ class Scheduler:
         if logprobs is None:
             self.states.outbox.add_tokens([sequence], [token_id])
         else:
-            self.states.outbox.chunks.append(
-                TokenChunk(
-                    request_id=sequence.request_id, index=sequence.index, token_ids=(token_id,), logprobs=(logprobs,)
-                )
-            )
+            self.states.outbox.add_notable(sequence, (logprobs,))
         if grammar is not None and grammar.has_ended and reason is None:
             reason = FinishReason.STOP
         if reason is not None:

@@ -13,7 +13,7 @@ from core.beams import BeamSearch
 from core.plan import RunnerLimits
 from core.sequence import Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates
-from core.types import FinishReason, Request, SamplingParams, TokenChunk
+from core.types import FinishReason, Request, SamplingParams
 
 
 class Searches:
@@ -126,12 +126,5 @@ class Searches:
             shown = answer.logprobs if stop is None else answer.logprobs[:-1]
             has_logprobs = sampling.num_logprobs is not None
             if shown:
-                self._states.outbox.chunks.append(
-                    TokenChunk(
-                        request_id=sequence.request_id,
-                        index=sequence.index,
-                        token_ids=tuple(one.token_id for one in shown),
-                        logprobs=shown if has_logprobs else None,
-                    )
-                )
+                self._states.outbox.add_notable(sequence, shown, has_logprobs)
             self._states.finish(sequence, answer.reason, stop_logprobs=stop if has_logprobs else None)

@@ -47,6 +47,12 @@ class Outbox:
         self._indexes += [sequence.index for sequence in sequences]
         self._token_ids += token_ids
 
+    def add_notable(self, sequence: Sequence, tokens: tuple[TokenLogprobs, ...], tells_logprobs: bool = True) -> None:
+        """Some of one, with their logprobs or without."""
+        name, logprobs = sequence.request_id, tokens if tells_logprobs else None
+        token_ids = tuple([token.token_id for token in tokens])
+        self.chunks.append(TokenChunk(request_id=name, index=sequence.index, token_ids=token_ids, logprobs=logprobs))
+
     def has_news(self, stats: EngineStats) -> bool:
         """Whether anything must be delivered although no step ran: an end, or changed stats."""
         return bool(self.chunks) or stats != self._told
@@ -152,11 +158,18 @@ class SequenceStates:
         self._start_running(child)
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sequence that has a slot go on from another's tokens, with its blocks; what it had is given back."""
-        self.pool.release(child.table.take())
-        child.token_ids[:] = parent.token_ids
+        """Let a sequence that has a slot go on from a sibling's tokens, with its blocks; what it had is given back.
+
+        Blocks of their prompt that both hold are left as they are: there may be thousands, and this is done each step.
+        """
+        num_prompt, one, other = child.num_prompt_tokens, child.table, parent.table
+        num_kept = min(num_prompt, parent.num_computed_tokens) // self._block_size
+        if one.num_dropped or other.num_dropped or one.blocks[:num_kept] != other.blocks[:num_kept]:
+            num_kept = 0
+        self.pool.release(one.take()[num_kept:])
+        child.token_ids[num_prompt:] = parent.token_ids[num_prompt:]
         child.num_computed_tokens, child.num_scored_tokens = parent.num_computed_tokens, ALL_SCORED
-        self._share_blocks(parent, child)
+        self._share_blocks(parent, child, num_kept)
         if self.kept is not None:
             self._start_from(child, ~parent.slot)
         child.is_started = False
@@ -164,13 +177,13 @@ class SequenceStates:
             child.level = parent.level
             self._start_running(child)
 
-    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
-        """Give a child, which has none, the parent's blocks of the tokens that it counts as computed."""
+    def _share_blocks(self, parent: Sequence, child: Sequence, num_held: int = 0) -> None:
+        """Give a child the parent's blocks of the tokens that it counts as computed; it holds the first num_held."""
         source, table, num_tokens = parent.table, child.table, child.num_computed_tokens
         table.blocks = source.blocks[: num_blocks_for(num_tokens, self._block_size)]
         table.num_published = min(source.num_published, num_tokens // self._block_size)
         table.num_dropped, table.dropped = source.num_dropped, source.dropped[:]
-        self.pool.share(table.held)
+        self.pool.share(table.held[num_held:])
 
     def fork_siblings(self, group: SequenceGroup) -> None:
         """Its leader has the prompt: let the others share it."""
@@ -253,14 +266,14 @@ class SequenceStates:
             self.mean_answer_tokens += ANSWER_RATE * (max(1, sequence.num_billed_tokens) - self.mean_answer_tokens)
         group.num_live -= 1
         is_last = group.num_live == 0
-        answer_ids = tuple(sequence.answer_ids) if group.request.tells_answer else ()
-        has_stopped = group.request.tells_answer and len(answer_ids) < sequence.num_own_tokens
+        answer_ids = tuple(sequence.answer_ids)
+        has_stopped = len(answer_ids) < sequence.num_own_tokens
         self.outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 stop_logprobs=stop_logprobs,
-                answer_ids=answer_ids,
+                answer_ids=answer_ids if group.request.tells_answer else (),
                 stop_id=sequence.token_ids[-1] if has_stopped else None,
                 pooled=pooled,
                 finish_reason=reason,

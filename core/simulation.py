@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import islice, pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -298,6 +299,7 @@ class Simulation:
         on_step: called after every step.
         runner: makes the model.
         inter_token_target: see EngineConfig.
+        messages: for the engine, each with its time: as clients leave, or read slowly.
     """
 
     def __init__(
@@ -310,11 +312,13 @@ class Simulation:
         on_step: Callable[[Scheduler], None] = lambda scheduler: None,
         runner: Callable[[RunnerLimits, CostModel, SimulatedClock], Runner[StepPlan]] = SimulatedRunner,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
+        messages: Iterable[tuple[float, Message]] = (),
     ) -> None:
         self.clock = SimulatedClock()
         self.traces = {request.request_id: RequestTrace(request) for request in requests}
         self.scheduler = Scheduler(limits, eos_ids, seeds=lambda: 0, inter_token_target=inter_token_target)
         self._coming = deque(sorted((trace.request for trace in self.traces.values()), key=lambda r: r.arrival_s))
+        self._messages = deque(sorted(messages, key=itemgetter(0)))
         self._inbox: deque[Message] = deque()
         self._num_inside = 0
         self._num_may_enter = num_may_enter
@@ -327,8 +331,10 @@ class Simulation:
             self._enter()
             if self._engine.step():
                 self._on_step(self.scheduler)
-            elif self._coming:
-                self.clock.now = max(self.clock.now, self._coming[0].arrival_s)
+            elif self._coming or self._messages:
+                arrivals = (request.arrival_s for request in islice(self._coming, 1))
+                next_s = min([*arrivals, *(at_s for at_s, _ in islice(self._messages, 1))])
+                self.clock.now = max(self.clock.now, next_s)
         return sorted(self.traces.values(), key=lambda trace: trace.request.arrival_s)
 
     def _enter(self) -> None:
@@ -339,6 +345,8 @@ class Simulation:
             self.traces[request.request_id].num_steps_before = self.scheduler.stats().num_steps
             self._inbox.append(Submit(request))
             self._num_inside += 1
+        while self._messages and self._messages[0][0] <= self.clock.now:
+            self._inbox.append(self._messages.popleft()[1])
 
     def _take(self, delivery: StepDelivery) -> None:
         now = self.clock.now

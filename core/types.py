@@ -324,8 +324,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
         prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
             and in order, before any generated token, in chunks that contain nothing else.
-        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them ...
-        stop_id: ... and that id.
+        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
+        stop_id: with finish_reason: that id.
         pooled: with finish_reason: the vector that the request asks for, float32.
     """
 
@@ -546,6 +546,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
+        stop_id: with finish_reason: the id that ends it.
         pooled: see TokenChunk.
     """
 
@@ -556,4 +557,5 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
+    stop_id: int | None = None
     pooled: bytes = b""

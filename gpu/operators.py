@@ -109,8 +109,11 @@ class Operators:
         return F.rms_norm(x, weight.shape, weight, self._eps)
 
     def add_norm(self, x: Tensor, added: Tensor, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + scale * added, its norm); without a weight the sum twice. x and added: [tokens, hidden]."""
-        x = torch.add(x, added, alpha=scale)
+        """(x + scale * added, its norm); without a weight the sum twice. x and added: [tokens, hidden].
+
+        The product is rounded first, as checkpoints' own code does: with `alpha` torch rounds it or not by its place.
+        """
+        x = x + (added if scale == 1 else added * scale)
         return x, x if weight is None else self.norm(x, weight)
 
     def rotate_and_store(

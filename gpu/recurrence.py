@@ -24,6 +24,7 @@ from gpu.kv_cache import zeros
 from gpu.parameters import RecurrentWeights
 
 NO_POSITION = -1
+_VALUES = 16  # to whose multiples states are padded: see read_states
 DELTA_EPS = 1e-6  # of queries' and keys' lengths: Qwen3-Next's modeling file
 
 
@@ -413,11 +414,28 @@ def _recur(tokens: Tokens, wave: Wave, memory: Tensor) -> Tensor:
     states = memory[wave.reads].mul_(tokens.decay.double().exp().float()[..., None, None])
     added = tokens.value
     if tokens.strength is not None:
-        found = (tokens.key.unsqueeze(-2) @ states).squeeze(-2)
+        found = read_states(tokens.key, states)
         added = (added - found).mul_(tokens.strength.unsqueeze(-1))
     states.addcmul_(tokens.key.unsqueeze(-1), added.unsqueeze(-2))
     memory[wave.writes] = states
-    return (tokens.query.unsqueeze(-2) @ states).squeeze(-2)
+    return read_states(tokens.query, states)
+
+
+def read_states(vectors: Tensor, states: Tensor) -> Tensor:
+    """Each vector times its state, the same bits at any place and in any company.
+
+    Where values do not fill vectors, torch's batched product rounds by a slice's place: they are padded.
+
+    Args:
+        vectors: [tokens, heads, key_dim]. states: [tokens, heads, key_dim, value_dim].
+
+    Returns:
+        [tokens, heads, value_dim]
+    """
+    value_dim = states.shape[-1]
+    if num_missing := -value_dim % _VALUES:
+        states = F.pad(states, (0, num_missing))
+    return (vectors.unsqueeze(-2) @ states).squeeze(-2)[..., :value_dim]
 
 
 Recurrence = Callable[[Tensor, RecurrentRows, int], Tensor]

@@ -206,7 +206,7 @@ class Operation:
         example: of a body.
         answer: the type of its JSON; bytes: another media type.
         events: the type of a stream's events, which `media_type` frames.
-        is_streamed_alone: there is no other answer than the stream.
+        ends_with_done: the last of them is no JSON.
         query: the types of its fields.
         below: what follows the route's prefix, such as "{file_id}/content".
     """
@@ -217,7 +217,7 @@ class Operation:
     example: Any = None
     answer: Any = dict[str, Any]
     events: Any = None
-    is_streamed_alone: bool = False
+    ends_with_done: bool = False
     media_type: bytes = EVENTS
     query: Mapping[str, Any] = field(default_factory=dict)
     status: int = 200

@@ -294,7 +294,7 @@ class RequestHandle:
         """Tokens with logprobs, the prompt's logprobs, or the end of a sequence."""
         if chunk.error is not None:
             self._error = chunk.error
-        if chunk.answer_ids or chunk.stop_id is not None:
+        if self.request.tells_answer and chunk.finish_reason is not None:
             stop = () if chunk.stop_id is None else (chunk.stop_id,)
             self.sequences[chunk.index].sampled_ids = (*chunk.answer_ids, *stop)
         if chunk.prompt_logprobs:  # for every sequence: they have one prompt
@@ -375,10 +375,10 @@ class RequestHandle:
         sequence.num_tokens = chunk.num_sequence_tokens  # a stop id counts, and has no text
         is_stopped = sequence.detokenizer.is_stopped
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
-        stop_logprobs = None if is_stopped else chunk.stop_logprobs
-        delta = sequence.take_delta(text, reason, stop_logprobs)
-        if chunk.pooled:
-            delta = msgspec.structs.replace(delta, pooled=chunk.pooled)
+        delta = sequence.take_delta(text, reason, None if is_stopped else chunk.stop_logprobs)
+        if chunk.pooled or chunk.stop_id is not None:
+            stop_id = None if is_stopped else chunk.stop_id
+            delta = msgspec.structs.replace(delta, pooled=chunk.pooled, stop_id=stop_id)
         self._report_delta(sequence, delta, now_s)
 
     def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:

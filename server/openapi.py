@@ -14,7 +14,7 @@ import msgspec
 from core.errors import ErrorKind, ServiceError
 from server import __version__
 from server.api import messages, ollama
-from server.api.decoding import FUNCTION_KIND
+from server.api.decoding import BUILDING, FUNCTION_KIND
 from server.api.known_fields import Does, Name, rules_of
 from server.api.replies import EVENTS
 from server.app import Operation, Route
@@ -42,7 +42,8 @@ def document(routes: Routes, prefixes: Routes) -> bytes:
     """The document, as JSON. A path that has the route of an earlier one is another name of it."""
     told = list(_told(routes, prefixes))
     types = list(dict.fromkeys(one for _, _, route, operation in told for one in _types_of(route, operation)))
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    with BUILDING:
+        schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(types, schemas, strict=True))
     for one in components.values():
         one.get("properties", {}).pop("(sent as)", None)
@@ -139,7 +140,7 @@ def _answers(route: Route, operation: Operation, schema_of: _SchemaOf) -> dict[s
         content["application/json"] = {"schema": schema_of(operation.answer)}
     if operation.events is not None:
         media_type = _plain(operation.media_type)
-        content[media_type] = {"schema": _event(schema_of(operation.events), operation.media_type)}
+        content[media_type] = {"schema": _event(route, operation, schema_of)}
     errors: dict[int, str] = {}
     for kind in _kinds(route, operation):
         status = route.errors.status(ServiceError(kind, ""))
@@ -150,10 +151,14 @@ def _answers(route: Route, operation: Operation, schema_of: _SchemaOf) -> dict[s
     }
 
 
-def _event(schema: dict[str, Any], media_type: bytes) -> dict[str, Any]:
-    """Of server-sent events each one, as OpenAPI 3.2 has them: its data is JSON; of lines all."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
-    return data if media_type != EVENTS else {"type": "object", "properties": {"data": data}, "required": ["data"]}
+def _event(route: Route, operation: Operation, schema_of: _SchemaOf) -> dict[str, Any]:
+    """Of server-sent events each one, as OpenAPI 3.2 has them: JSON as its data, perhaps an error; of lines all."""
+    schema = {"anyOf": [schema_of(operation.events), schema_of(route.errors.shape)]}
+    json = {"contentMediaType": "application/json", "contentSchema": schema}
+    if operation.media_type != EVENTS:
+        return {"type": "string", **json}
+    data: dict[str, Any] = {"anyOf": [{"const": "[DONE]"}, json]} if operation.ends_with_done else json
+    return {"type": "object", "properties": {"data": {"type": "string", **data}}, "required": ["data"]}
 
 
 def _kinds(route: Route, operation: Operation) -> list[ErrorKind]:

@@ -221,6 +221,10 @@ class UpstreamAnswer:
     def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
         """Events' names and data, or lines; comments are dropped."""
         buffer, are_lines = self._buffer, self._passage.form == "lines"
+        is_event = not (buffer or are_lines) and data.startswith(b"data: ") and data.endswith(b"\n\n")
+        if is_event and data.find(b"\n") == len(data) - 2 and b"\r" not in data:  # one alone, as most pieces are
+            yield None, data[6:-2]
+            return
         searched = max(0, len(buffer) - 3)
         buffer += data
         while (end := (_LINE_END if are_lines else _EVENT_END).search(buffer, searched)) is not None:
@@ -248,7 +252,8 @@ class UpstreamAnswer:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        self._note_usage(message, data)
+        if message.usage is not None or self._passage.form != "chunks":
+            self._note_usage(message, data)
         event_name = None if name is None else name.decode("ascii", "ignore")
         renamed = self._renamed(data)
         framed = renamed + b"\n" if self._passage.form == "lines" else sse.event(renamed, event_name)
@@ -259,7 +264,7 @@ class UpstreamAnswer:
             return self._read_named(message, framed)
         if message.choices:
             self._check(message.choices)
-            texts = tuple(one.index for one in message.choices if one.has_text)
+            texts = tuple([one.index for one in message.choices if one.has_text])
             ends = {one.index: _reason(one) for one in message.choices if one.finish_reason is not None}
             return Part(framed, texts, ends)
         if message.usage is not None and not self._call.includes_usage:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -12,7 +13,7 @@ from urllib.parse import parse_qs, unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server import batch_routes, dashboard, openapi, tenant_routes
+from server import batch_routes, dashboard, openapi, switches, tenant_routes
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -581,7 +582,13 @@ def _shown(
 _HI = {"messages": [{"role": "user", "content": "Hello"}]}
 _PAIR = {"query": "What is a panda?", "documents": ["A bear.", "A city."]}
 _CHAT = Operation(
-    "Answer a chat", chat.ChatBody, "chat", {**_HI, "max_tokens": 64}, chat.ChatCompletion, events=chat.ChatChunk
+    "Answer a chat",
+    chat.ChatBody,
+    "chat",
+    {**_HI, "max_tokens": 64},
+    chat.ChatCompletion,
+    events=chat.ChatChunk,
+    ends_with_done=True,
 )
 _COMPLETE = Operation(
     "Go on with a text",
@@ -590,6 +597,7 @@ _COMPLETE = Operation(
     {"prompt": "Once upon a time", "max_tokens": 16},
     completions.Completion,
     events=completions.CompletionChunk,
+    ends_with_done=True,
 )
 _RESPOND = Operation(
     "Answer, with items",
@@ -705,6 +713,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/cache/clear": {"POST": _shown(clear_cache, "Clear the prefix cache", Scope.ADMIN, answer=models.Status)},
     "/admin/drain": {"POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, status=202)},
     **tenant_routes.ROUTES,
+    **switches.ROUTES,
     **batch_routes.ROUTES,
     "/openapi.json": {"GET": _shown(show_openapi, "This document", None)},
     **{path: dashboard.ROUTES[path] for path in ("/docs", "/dashboard")},
@@ -817,7 +826,7 @@ def _known_route(path: str, method: str) -> tuple[Route, str]:
     if methods is None:
         for prefix, candidates in PREFIXES.items():
             if path.startswith(prefix) and len(path) > len(prefix):
-                methods, argument = candidates, unquote(path[len(prefix) :])
+                methods, argument = _below(candidates, path[len(prefix) :]), unquote(path[len(prefix) :])
     if methods is None:
         raise _not_found(path[:_SHOWN_CHARS])
     route = methods.get("GET" if method == "HEAD" else method)
@@ -826,6 +835,21 @@ def _known_route(path: str, method: str) -> tuple[Route, str]:
         message = f"{path[:_SHOWN_CHARS]} does not take {method}. Allowed: {allowed}."
         raise MethodNotAllowed(message, allowed)
     return route, argument
+
+
+def _below(methods: dict[str, Route], rest: str) -> dict[str, Route]:
+    """Those of a prefix's methods that there are for such a rest; where there is none, all: a handler says what is."""
+    return {
+        method: route
+        for method, route in methods.items()
+        if any(_pattern(one.below).fullmatch(rest) for one in route.operations)
+    } or methods
+
+
+@cache
+def _pattern(below: str) -> re.Pattern[str]:
+    """Of an operation's `below`. A model's name may have slashes."""
+    return re.compile(re.sub(r"\{(\w+)\}", lambda found: ".+" if found[1] == "model" else "[^/]+", below), re.DOTALL)
 
 
 def _not_found(path: str) -> ServiceError:

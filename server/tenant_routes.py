@@ -64,7 +64,7 @@ async def list_keys(exchange: Exchange) -> None:
 
 
 async def make_key(exchange: Exchange) -> None:
-    asked, now = await _body(exchange, NewKey), _now(exchange.server)
+    asked, now = await body_of(exchange, NewKey), _now(exchange.server)
     tenant = _value("tenant", lambda: tenant_value(asked.tenant, exchange.server.gate.directory.tenants.values()))
     label = _value("label", lambda: label_value(asked.label))
     expires = None if asked.expires is None else _value("expires", partial(expiry_value, asked.expires, now))
@@ -133,7 +133,7 @@ async def change_limits(exchange: Exchange) -> None:
     if before is None:
         message = f"There is no such tenant. Known: {', '.join(gate.directory.tenants)}."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "tenant_not_found")
-    asked = await _body(exchange, NewLimits)
+    asked = await body_of(exchange, NewLimits)
     before = gate.directory.tenants.get(before.name, before)  # it may have changed meanwhile
     limits, key_limits = asked.limits or before.limits, asked.key_limits or before.key_limits
     tenant = msgspec.structs.replace(before, limits=limits, key_limits=key_limits)
@@ -185,7 +185,7 @@ def _set(limits: Limits) -> dict[str, float]:
 # Bodies and answers.
 
 
-async def _body(exchange: Exchange, shape: type[T]) -> T:
+async def body_of(exchange: Exchange, shape: type[T]) -> T:
     body = await exchange.stream.read_body(BODY_BYTES, exchange.known_caller.sharing_name)
     asked, unknown = decode(body, shape, {})
     if unknown:

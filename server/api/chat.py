@@ -38,6 +38,7 @@ from server.api.replies import (
     envelope,
     logprob_entries,
     sampled_ids,
+    stop_reason,
     usage_object,
     wire_reason,
 )
@@ -135,6 +136,7 @@ class _Choice(TypedDict):
     index: int
     logprobs: LogprobsObject | None
     finish_reason: Reason | None
+    stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
 
 
@@ -210,7 +212,8 @@ class ChatStream(ChunkStream):
             events += self._chunk(choice, line)
         self._nums_tokens[choice] += len(stop)
         if reason:
-            events += self._chunk(choice, self._line(choice, {}, None, ids[num_told:], reason))
+            line = self._line(choice, {}, None, ids[num_told:], reason)
+            events += self._chunk(choice, line | {"stop_reason": stop_reason(delta, self._call)})
         return events
 
     def _line(
@@ -254,6 +257,7 @@ class ChatDocument(WholeReply):
             "message": message,
             "logprobs": None if wishes.num_logprobs is None else _logprobs_object(self._logprobs[choice]),
             "finish_reason": reason,
+            "stop_reason": self._stop_reasons[choice],
         }
         return line | {"token_ids": self._ids[choice]} if wishes.returns_ids else line
 

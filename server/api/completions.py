@@ -1,6 +1,7 @@
 """/v1/completions: prompts in, text out, in the older form that evaluation tools still use. Thread: loop."""
 
 import codecs
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
@@ -34,6 +35,7 @@ from server.api.replies import (
     envelope,
     finite,
     sampled_ids,
+    stop_reason,
     usage_object,
     wire_reason,
 )
@@ -252,6 +254,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: LogprobLists | None
     finish_reason: Reason | None
+    stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int] | None]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
@@ -268,6 +271,9 @@ class Completion(_Completion):
 
 class CompletionChunk(_Completion):
     usage: NotRequired[PartialUsage | None]
+
+
+_GOES_ON: Mapping[str, Any] = {"finish_reason": None}
 
 
 class CompletionStream(ChunkStream):
@@ -288,7 +294,7 @@ class CompletionStream(ChunkStream):
             lists = self._logprobs[choice].take() if call.echo and self._logprobs else None
             text = context.prompt_texts[prompt] if call.echo else ""
             prompt_ids = context.prompt_ids[prompt] if call.tokens.returns_ids else ()
-            events += self._line(choice, text, lists, None, {"token_ids": [], "prompt_token_ids": prompt_ids})
+            events += self._line(choice, text, lists, _GOES_ON, {"token_ids": [], "prompt_token_ids": prompt_ids})
         return events
 
     def delta(self, choice: int, delta: Delta) -> bytes:
@@ -300,12 +306,13 @@ class CompletionStream(ChunkStream):
         if self._logprobs and (delta.logprobs is not None or delta.prompt_logprobs):
             self._logprobs[choice].add(delta)
             lists = self._logprobs[choice].take()
-        return self._line(
-            choice, delta.text, lists, reason, {"token_ids": sampled_ids(delta), "prompt_token_ids": None}
-        )
+        ended = {"finish_reason": reason, "stop_reason": stop_reason(delta, self._call)} if reason else _GOES_ON
+        return self._line(choice, delta.text, lists, ended, {"token_ids": sampled_ids(delta), "prompt_token_ids": None})
 
-    def _line(self, choice: int, text: str, lists: TokenLists | None, reason: str | None, ids: dict[str, Any]) -> bytes:
-        line = {"index": choice, "text": text, "logprobs": lists, "finish_reason": reason}
+    def _line(
+        self, choice: int, text: str, lists: TokenLists | None, ended: Mapping[str, Any], ids: dict[str, Any]
+    ) -> bytes:
+        line = {"index": choice, "text": text, "logprobs": lists, **ended}
         return self._chunk(choice, line | ids if self._call.tokens.returns_ids else line)
 
 
@@ -330,6 +337,7 @@ class CompletionDocument(WholeReply):
             "text": echoed + "".join(self.texts[choice]),
             "logprobs": self._legacy[choice].take() if self._legacy else None,
             "finish_reason": wire_reason(self._reasons[choice]),
+            "stop_reason": self._stop_reasons[choice],
         }
         if call.tokens.num_prompt_logprobs is not None:
             line["prompt_logprobs"] = self._prompt_logprobs[prompt]

@@ -105,7 +105,7 @@ def convert(fields: dict[str, Any], shape: type[T], renamed: Mapping[str, str]) 
 
 
 _built: set[Any] = set()
-_building = threading.Lock()
+BUILDING = threading.Lock()  # what msgspec knows of a type: see shaped()
 
 
 def shaped(value: Any, shape: type[T]) -> T:
@@ -117,7 +117,7 @@ def shaped(value: Any, shape: type[T]) -> T:
         msgspec.ValidationError: see there.
     """
     if shape not in _built:
-        with _building:
+        with BUILDING:
             msgspec.json.Decoder(shape)
             _built.add(shape)
     return msgspec.convert(value, shape)

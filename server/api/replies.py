@@ -215,6 +215,7 @@ class WholeReply:
         num_choices = len(call.prompts) * call.num_sequences
         self.texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._reasons = [FinishReason.STOP] * num_choices
+        self._stop_reasons: list[str | int | None] = [None] * num_choices
         self._ids: list[list[int]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in range(num_choices)]
         # In vLLM's form, one list a prompt; its first token has no logprob
@@ -223,7 +224,7 @@ class WholeReply:
     def add(self, choice: int, delta: Delta) -> None:
         self.texts[choice].append(delta.text)
         if delta.finish_reason is not None:
-            self._reasons[choice] = delta.finish_reason
+            self._reasons[choice], self._stop_reasons[choice] = delta.finish_reason, stop_reason(delta, self._call)
         self._ids[choice] += sampled_ids(delta)
         if self._call.tokens.num_logprobs is not None:
             self.add_logprobs(choice, delta)
@@ -374,6 +375,12 @@ def _vllm_entry(token: TokenLogprobs, context: ReplyContext) -> dict[str, Any]:
 def wire_reason(reason: FinishReason | None) -> str | None:
     """The wire's word for it; None while the sequence goes on, and for what ends in an error."""
     return reason.value if reason in WIRE_REASONS and reason is not None else None
+
+
+def stop_reason(delta: Delta, call: GenerationCall) -> str | int | None:
+    """Which of the request's stop strings or ids has ended the text, as vLLM tells it."""
+    is_asked = delta.stop_id in call.sampling.stop_token_ids
+    return delta.stop_id if delta.stop_string is None and is_asked else delta.stop_string
 
 
 def list_reply(data: Sequence[dict[str, Any]], has_more: bool) -> bytes:

@@ -462,6 +462,8 @@ class Ticket:
 
     def settle(self, usage: Usage) -> None:
         """Count what was used in place of what was held. Idempotent."""
+        if not self._held:
+            return
         now, num_used, micro_used = self._clock(), self.cost(usage), self._price(usage)
         for account, pools in self._held:
             account.num_reserved -= self.num_reserved

@@ -104,7 +104,8 @@ class StageClock:
         return self.entries[-1][0] if self._finished_ns is None else None
 
     def enter(self, stage: Stage, now_s: float) -> None:
-        self.entries.append((stage, self._not_before(now_s)))
+        if self._finished_ns is None:  # its engine may end later than its account, which is kept
+            self.entries.append((stage, self._not_before(now_s)))
 
     def go_on(self, before: Stage, stage: Stage, now_s: float) -> None:
         """Enter the stage from the one before; a mark that comes late changes nothing."""

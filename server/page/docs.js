@@ -129,7 +129,7 @@ function contents(path, method, operation) {
   for (const [status, answer] of Object.entries(operation.responses)) {
     if (Number(status) >= 400) continue;
     for (const [type, { schema }] of Object.entries(answer.content)) {
-      const event = (schema.properties?.data ?? schema).contentSchema; // of a stream
+      const event = kinds(schema.properties?.data ?? schema).find((one) => one.contentSchema)?.contentSchema; // of a stream
       const text = event ? `${status}, each event or line of ${type}` : `${status}, ${type}`;
       shown.push(made("h4", text), /** @type {HTMLElement} */ (fields(event ?? schema, text)));
     }

@@ -283,13 +283,14 @@ async function refresh() {
 const refreshTenants = tenants(ask);
 
 const VIEWS = ["server", "playground", "tour"];
-let isSignedOut = false, needsKey = false;
+let view = VIEWS[0], isSignedOut = false, needsKey = false;
 const openPlayground = playground(ask, () => key !== null);
 tour(ask);
 
 /** Show the view that the address names. Without the right `admin` the others than the first may still be of use. */
 function showView() {
-  const named = location.hash.slice(1), view = VIEWS.includes(named) ? named : "server";
+  const named = location.hash.slice(1) || VIEWS[0];
+  if (VIEWS.includes(named)) view = named; // others are places within it
   for (const name of VIEWS) {
     $(name).hidden = name !== view;
     $(`to-${name}`).setAttribute("aria-current", String(name === view));

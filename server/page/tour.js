@@ -1,7 +1,7 @@
 // The tour: one request that the page sends itself, stage by stage with its own numbers, and where each stage's code is.
 
 import { element, isOver } from "/dashboard/chart.js";
-import { $, count, known, made, percent, readEvents, refusal, tell, time, whole } from "/dashboard/elements.js";
+import { $, emptyRow, known, made, percent, readEvents, refusal, tell, time, whole } from "/dashboard/elements.js";
 
 const PATH = "/v1/chat/completions";
 const BODY = {
@@ -153,6 +153,73 @@ function itemOf(stage, seen, most) {
   return item;
 }
 
+// The switches: what POST /admin/simulate takes and answers.
+
+/** @type {Record<string, [string, string]>} its name, and what it means, by switch */
+const SWITCHES = {
+  continuous_batching: ["Continuous batching", "Without it, a batch ends before the next one begins. With it, a request takes the place of the one that has just ended."],
+  chunked_prefill: ["Chunked prefill", "Without it, prompts are computed as fast as they fit, and who is decoding waits. With it, they are cut so that nobody's next token comes much later, and first tokens come later."],
+  prefix_cache: ["Prefix cache", "Three quarters of each prompt are the same text. With it, they are computed once."],
+  second_replica: ["A second replica", "With it, every second request goes to another server of the same speed."],
+  cancel: ["Clients who leave", "With it, every second client leaves after a while. What they held is free at once; the measures are those of the others."],
+  slow_client: ["Clients who read slowly", "With it, every second client stops reading after a while, for as long. Their requests pause; the measures are those of the others."],
+};
+/** @type {[string, string, number][]} the field, its label, and what it begins with */
+const NUMBERS = [
+  ["num_requests", "Requests", 16], ["gap_ms", "Between two, ms", 20], ["prompt_tokens", "Tokens of a prompt", 256], ["answer_tokens", "Tokens of the longest answer", 48],
+  ["num_slots", "Requests that run together", 8], ["step_ms", "A step, ms", 10], ["token_ms", "Each of its tokens, ms more", 0.1], ["after_ms", "Clients act after, ms", 200],
+];
+/** @type {[string, string, (value: number) => string][]} */
+const OUTCOMES = [
+  ["mean_first_token_ms", "First token, mean", time], ["p95_gap_ms", "Between tokens, p95", time], ["longest_gap_ms", "Between tokens, longest", time], ["whole_ms", "All requests", time],
+  ["num_tokens", "Tokens answered", whole], ["num_cached_tokens", "Prompt tokens found in the cache", whole], ["num_steps", "Steps", whole],
+];
+
+/** @param {string} title @param {any} outcome @param {number} end */
+function figureOf(title, outcome, end) {
+  const rows = outcome.requests, figure = made("figure", "");
+  const svg = element("svg", { class: "run", viewBox: `0 0 400 ${6 * rows.length}`, role: "img", "aria-label": `${title}: ${rows.length} requests in ${time(outcome.whole_ms)}` });
+  rows.forEach((/** @type {[number, number | null, number]} */ [arrival, first, last], /** @type {number} */ i) => {
+    const begun = first ?? last, parts = [["waits", arrival, begun], ["answers", begun, last]];
+    for (const [name, from, to] of parts) svg.append(element("rect", { class: name, x: (400 * Number(from)) / end, y: 6 * i, width: (400 * (Number(to) - Number(from))) / end, height: 5 }));
+  });
+  figure.append(made("figcaption", title), svg);
+  return figure;
+}
+
+/** @param {(path: string, more?: RequestInit) => Promise<Response>} ask */
+function switches(ask) {
+  const explain = () => tell($("simulate-told"), SWITCHES[$("switch").value][1]);
+  $("switch").append(...Object.entries(SWITCHES).map(([value, [name]]) => {
+    const option = /** @type {HTMLOptionElement} */ (made("option", name));
+    option.value = value;
+    return option;
+  }));
+  $("simulate-fields").append(...NUMBERS.map(([name, words, value]) => {
+    const label = made("label", `${words} `), input = document.createElement("input");
+    Object.assign(input, { type: "number", name, value: String(value), step: "any", min: "0", required: true });
+    label.append(input);
+    return label;
+  }));
+  $("switch").addEventListener("change", explain);
+  explain();
+  $("simulate").addEventListener("submit", async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    const asked = Object.fromEntries(NUMBERS.map(([name]) => [name, Number($("simulate").elements[name].value)]));
+    const body = JSON.stringify({ switch: $("switch").value, ...asked }), answer = await ask("/admin/simulate", { method: "POST", body }).catch(() => null);
+    if (!answer?.ok) return tell($("simulate-told"), answer ? await refusal(answer) : "The server does not answer.");
+    const { off, on } = await answer.json(), end = Math.max(off.whole_ms, on.whole_ms);
+    explain();
+    $("outcomes").replaceChildren(...OUTCOMES.map(([name, words, format]) => {
+      const line = emptyRow(3, [1, 2]);
+      [words, format(off[name]), format(on[name])].forEach((text, i) => tell(line.cells[i], text));
+      return line;
+    }));
+    $("runs").replaceChildren(figureOf("Without", off, end), figureOf("With", on, end));
+    $("simulated").hidden = false;
+  });
+}
+
 /**
  * The view's behaviour.
  * @param {(path: string, more?: RequestInit) => Promise<Response>} ask
@@ -210,13 +277,15 @@ export function tour(ask) {
     return "The request is not over.";
   }
 
+  switches(ask);
   $("tour-send").addEventListener("click", async () => {
     $("tour-send").disabled = true;
     say("The request is on its way.");
     const seen = await send().catch((error) => `The connection is lost: ${error.message}`);
     $("tour-send").disabled = false;
     if (typeof seen === "string") return say(seen);
-    const most = Math.max(...Object.values(seen.stages));
+    const most = Math.max(...Object.values(seen.stages)), step_ms = seen.stages.decode / (numAnswer(seen) - 1);
+    if (step_ms > 0.01) $("simulate").elements.step_ms.value = step_ms.toFixed(2); // the visitor's own
     $("tour-stages").replaceChildren(...STAGES.map((stage) => itemOf(stage, seen, most)));
     say(`Request ${seen.told.id} through ${STAGES.length} stages, in ${time(seen.told.duration_ms)}.`);
   });

@@ -257,7 +257,8 @@ class Http2:
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A body comes before its head.")
         stream.receive_window.take(header.length)
         data = wire.unpadded(header, payload)
-        self.acknowledge(stream, header.length - len(data))
+        if len(data) < header.length:
+            self.acknowledge(stream, header.length - len(data))
         if data:
             stream.take_data(data)
         if header.flags & wire.END_STREAM:

@@ -129,6 +129,29 @@ def test_a_call_that_is_cut_off_keeps_what_it_has(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
+def test_cut_arguments_are_a_beginning_of_the_whole_ones(form: str) -> None:
+    """At every character, streamed or not: they grow, and are whole no sooner than the call is."""
+    edge = {"city": "a\n</b", "note": None, "days": -12, "exact": True, "scale": 2.5, "hours": [1, "x"]}
+    calls: list[Call] = [("get_weather", edge), ("now", {}), ("get_weather", {"where": {"k": None}, "city": ""})]
+    rng = random.Random(0)
+    for some in [calls, *([random_call(rng), random_call(rng)] for _ in range(3))]:
+        text, before = RENDER[form](some), [""] * len(some)
+        whole = [args for _, args in calls_of(parsed(form, [text]))]
+        for end in range(len(text)):
+            parser = ToolCallParser(FORMATS[form], SCHEMAS)
+            streamed = [event for char in text[:end] for event in parser.feed(char)] + parser.close(is_cut=True)
+            parser = ToolCallParser(FORMATS[form], SCHEMAS)
+            events = parser.feed(text[:end]) + parser.close(is_cut=True)
+            assert calls_of(streamed) == calls_of(events)
+            found = [args for _, args in calls_of(events)]
+            found += [""] * (len(some) - len(found))
+            for args, last, full in zip(found, before, whole, strict=True):
+                assert full.startswith(args), (text[:end], args)
+                assert args.startswith(last), (text[:end], args)
+            before = found
+
+
+@pytest.mark.parametrize("form", FORMATS)
 @given(data=st.data())
 def test_broken_calls_raise_nothing_and_lose_no_text(form: str, data: st.DataObject) -> None:
     """And the pieces do not matter."""

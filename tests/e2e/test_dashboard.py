@@ -213,6 +213,14 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.wait("document.getElementById('block').textContent.includes('free')")
         assert ask() == 200
         page.wait("document.getElementById('promises').innerText.includes('✗ broken')")
+        page.evaluate("location.hash = 'tour'")
+        page.wait("document.getElementById('tour').hidden === false")
+        page.evaluate("document.getElementById('switch').value = 'prefix_cache'")
+        page.evaluate("document.getElementById('simulate').requestSubmit()")
+        page.wait("document.querySelectorAll('#runs rect.answers').length === 32")
+        page.evaluate("document.getElementById('switches-title').scrollIntoView()")
+        page.save(shown / "switches.png")
+        page.evaluate("location.hash = ''")
         page.wait("document.getElementById('step').textContent.includes('median')")
         page.evaluate("document.getElementById('steps').focus()")
         page.press("ArrowLeft", 37)
@@ -350,6 +358,13 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         told("tour-told", "/through 15 stages, in /.test(text)")
         told("tour-stages", "/24 tokens, one in [0-9.]+ ms/.test(text) && text.includes('core/kv_cache.py')")
         page.save(shown / "tour.png")
+        page.failures.clear()
+        page.evaluate("document.getElementById('simulate').requestSubmit()")
+        told("simulate-told", "text.includes('admin')")  # operators alone run simulations
+        page.failures.clear()
+        page.evaluate("document.querySelector('.skip').click()")
+        page.wait("document.activeElement.id === 'main'")
+        assert not page.evaluate("document.getElementById('tour').hidden")
         page.look_like(390, "dark")
         page.save(shown / "tour-phone.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390

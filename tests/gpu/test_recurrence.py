@@ -15,10 +15,12 @@ from core.config import parse_model_config
 from core.errors import StartupError, UnsupportedModel
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
+from gpu.recurrence import read_states
 from gpu.runner import ModelRunner
 from tests.fakes import FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import make_plan
+from tests.gpu.operator_cases import noise
 from tests.gpu.test_overlap import EOS, draw_workload
 from tests.oracle import Oracle, read_config
 from tests.workload import Outcome, Workload, WorkloadRun
@@ -79,6 +81,18 @@ def test_float32_is_the_same_in_any_company_where_channels_fill_no_vectors(
         if (request.request_id, 0) not in {**workload.stops_after, **workload.leaves_after}:
             expected, _ = run(runner, Workload([(0, request)]), num_kept_states=0, timed_rows=())
             assert found[request.request_id].endings == expected[request.request_id].endings
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 26), (3, 20, 25), (3, 24, 26), (5, 11, 30), (2, 64, 32)])
+def test_a_state_is_read_alike_at_any_place(shape: tuple[int, int, int]) -> None:
+    heads, key_dim, value_dim = shape
+    vectors, states = noise(24, heads, key_dim), noise(24, heads, key_dim, value_dim)
+    together = read_states(vectors, states)
+    torch.testing.assert_close(together, torch.einsum("thk,thkv->thv", vectors, states))
+    for first in range(24):
+        for num in (1, 2, 3, 7):
+            rows = slice(first, first + num)
+            assert torch.equal(read_states(vectors[rows].clone(), states[rows].clone()), together[rows])
 
 
 def test_prompts_go_on_from_kept_states(name: str, model_directory: Callable[[str], Path]) -> None:

@@ -44,7 +44,13 @@ CLOCK = Clock(lambda: 0.0, lambda: 0.0)
 
 def all_routes() -> list[tuple[str, str, Route]]:
     fixed = [(path, *one) for path, methods in ROUTES.items() for one in methods.items()]
-    return fixed + [(f"{path}x", *one) for path, methods in PREFIXES.items() for one in methods.items()]
+    below = [
+        (path, *one, told)
+        for path, methods in PREFIXES.items()
+        for one in methods.items()
+        for told in one[1].operations
+    ]
+    return fixed + [(path + re.sub(r"{\w+}", "x", told.below), method, route) for path, method, route, told in below]
 
 
 def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:

@@ -62,6 +62,24 @@ def test_a_body_has_the_bounds_that_are_checked_and_what_becomes_of_other_fields
     assert "rid" in body["x-no-effect"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("OPTIONS", "/v1/batches/b/cancel", "POST"),
+        ("POST", "/v1/batches/b", "GET, HEAD"),
+        ("DELETE", "/v1/files/f/content", "GET, HEAD"),
+        ("PUT", "/v1/files/f", "GET, HEAD, DELETE"),
+        ("DELETE", "/v1/requests/r/stream", "GET, HEAD"),
+        ("DELETE", "/v1/responses/r/input_items", "GET, HEAD"),
+        ("DELETE", "/v1/models/org/name", "GET, HEAD"),
+    ],
+)
+def test_below_a_prefix_each_path_has_its_own_methods(method: str, path: str, allowed: str) -> None:
+    with serving() as server:
+        answer = server.ask(request(method, path), method)
+        assert (answer.status, answer.headers["allow"]) == (405, allowed)
+
+
 def test_who_has_it_is_told_so() -> None:
     with serving() as server:
         first = server.ask(request("GET", "/openapi.json"), "GET")

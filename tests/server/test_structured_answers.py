@@ -17,7 +17,7 @@ from server.api.known_fields import KNOWN, Does
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.generations import OFFLOAD_BYTES, weight_of
 from tests.core.hostile_forms import hostile_forms
-from tests.server.simulated_server import STREAM, SimulatedServer, chat, completion, refusal_of
+from tests.server.simulated_server import STREAM, TOKENIZER, SimulatedServer, chat, completion, refusal_of
 
 SCHEMA = {
     "type": "object",
@@ -185,10 +185,25 @@ def test_tags_that_cannot_be_held_are_refused(server: SimulatedServer, asked: An
     assert "TEXT" not in message
 
 
-@pytest.mark.parametrize("stop", [["b"], []])
-def test_a_stop_string_ends_a_held_answer_too(server: SimulatedServer, stop: list[str]) -> None:
-    answer = server.ask(completion(guided_regex="aab", stop=stop, max_tokens=20))
-    assert (answer.text(), answer.finish_reason()) == ("aa" if stop else "aab", "stop")
+@pytest.mark.parametrize("asks", [chat, completion], ids=["chat", "completion"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text", "ended"),
+    [
+        ({"stop": ["b"]}, "aa", ("stop", "b")),
+        ({"stop_token_ids": TOKENIZER.encode("b", add_special_tokens=False)}, "aa", ("stop", ...)),
+        ({}, "aab", ("stop", None)),
+        ({"stop": ["b"], "max_tokens": 1}, "a", ("length", None)),
+    ],
+)
+def test_what_of_the_request_ends_a_held_answer_is_told(
+    server: SimulatedServer, asks: Any, stream: bool, fields: dict[str, Any], text: str, ended: tuple[str, Any]
+) -> None:
+    answer = server.ask(asks(**{"guided_regex": "aab", "max_tokens": 20, "stream": stream} | fields))
+    documents = answer.events[:-1] if stream else [answer.json]
+    last = [one for document in documents for one in document["choices"]][-1]
+    reason = fields["stop_token_ids"][0] if ended[1] is ... else ended[1]
+    assert (answer.text(), last["finish_reason"], last["stop_reason"]) == (text, ended[0], reason)
 
 
 def test_a_tenant_that_fills_the_cache_loses_its_own_grammars() -> None:

@@ -32,6 +32,8 @@ def test_stages_are_the_whole_time_whatever_it_is_told(
     assert min(stages.values()) >= 0
     assert sum(stages.values()) == clock.total_ns
     assert clock.stage is None
+    clock.enter(Stage.SETTLE, end_s + 1)  # its engine ends later than its account, which is kept
+    assert clock.stages_ns() == stages
 
 
 def test_a_stage_entered_twice_is_told_once_with_both_times() -> None:

@@ -64,6 +64,14 @@ def test_norms_are_torchs(kernels: KernelOperators, num_tokens: int, width: int,
     assert torch.equal(kernels.add_norm(x, added, 1.0, None)[1], x + added)
 
 
+@pytest.mark.parametrize("width", [60, 80, 1000])
+def test_torchs_scaled_sum_of_a_row_does_not_depend_on_the_others(torchs: Operators, width: int) -> None:
+    x, added = noise(39, width), noise(39, width, seed=1)
+    together = torchs.add_norm(x, added, 0.22, None)[0]
+    for num in range(1, 39):
+        assert torch.equal(torchs.add_norm(x[:num].clone(), added[:num].clone(), 0.22, None)[0], together[:num])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (3, 1, 64), (14, 2, 64), (7, 1, 24)])
 @pytest.mark.parametrize("norm", NORMS)

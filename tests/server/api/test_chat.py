@@ -138,14 +138,14 @@ def test_a_stream_by_the_letter() -> None:
         "system_fingerprint": "fp_1",
     }
 
-    def chunk(delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
-        return envelope | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+    def chunk(delta: dict[str, str], reason: str | None = None, **more: Any) -> dict[str, Any]:
+        return envelope | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason} | more]}
 
     assert events == [
         (None, chunk({"role": "assistant", "content": ""})),
         (None, chunk({"content": "Hel"})),
         (None, chunk({"content": "lo"})),
-        (None, chunk({}, "stop")),
+        (None, chunk({}, "stop", stop_reason=None)),
         (None, "[DONE]"),
     ]
 
@@ -202,6 +202,7 @@ def test_a_whole_answer_by_the_letter() -> None:
                 "message": {"role": "assistant", "content": "Hello", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": USAGE_JSON,

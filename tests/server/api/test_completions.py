@@ -89,8 +89,11 @@ def test_a_stream_by_the_letter() -> None:
     envelope = {"id": "cmpl-abc123", "object": "text_completion", "created": 1_700_000_000, "model": "tiny"}
     envelope["system_fingerprint"] = "fp_1"
     assert chunks == [
-        envelope | {"choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": why}], "usage": None}
-        for text, why in (("Hel", None), ("lo", "length"))
+        envelope | {"choices": [{"index": 0, "text": text, "logprobs": None} | why], "usage": None}
+        for text, why in (
+            ("Hel", {"finish_reason": None}),
+            ("lo", {"finish_reason": "length", "stop_reason": None}),
+        )
     ]
     assert (last["choices"], last["usage"]["total_tokens"], last["timings"]) == ([], 9, {"queue_ms": 1.0})
     assert done == "[DONE]"

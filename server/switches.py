@@ -1,0 +1,202 @@
+"""What a switch of the engine changes, by simulation: POST /admin/simulate, for the dashboard's tour. Thread: loop.
+
+The real scheduler and engine run twice with simulated time, without the switch and with it; their steps take what the
+caller says. Another thread runs them, one call at a time, and lets others go first after each step.
+"""
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.plan import RunnerLimits, TimedRow
+from core.simulation import CostModel, RequestTrace, Simulation
+from core.step_cost import LEAST_STEPS
+from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams
+from server.app import Exchange, Operation, Route
+from server.gate.identity import Scope
+from server.tenant_routes import body_of
+from server.wire import sse
+
+MOST_ANSWER_TOKENS, MOST_PROMPT_TOKENS = 2048, 32_768  # of all requests: both runs take a second or two
+SHARED = 3 / 4  # of each prompt is the same text
+
+
+class Switch(enum.StrEnum):
+    """What is on in the second run: the last three are of the clients and the machines."""
+
+    CONTINUOUS_BATCHING = "continuous_batching"  # off: a batch ends before the next one begins
+    CHUNKED_PREFILL = "chunked_prefill"  # off: prompts are computed as fast as they fit, whatever others wait
+    PREFIX_CACHE = "prefix_cache"  # off: no request finds what another has computed
+    SECOND_REPLICA = "second_replica"  # off: one server has all requests
+    CANCEL = "cancel"  # every second client leaves after a while
+    SLOW_CLIENT = "slow_client"  # every second client reads nothing for as long, after a while
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """What POST /admin/simulate takes.
+
+    Args:
+        answer_tokens: of the longest; the others have a quarter, a half and three quarters of it.
+        gap_ms: between two requests.
+        step_ms, token_ms: a step takes the first, and the second for each token that it computes.
+        num_slots: sequences that run together.
+        after_ms: from a request's arrival until its client leaves, or stops reading.
+    """
+
+    switch: Switch
+    num_requests: Annotated[int, Meta(ge=1, le=64)] = 16
+    prompt_tokens: Annotated[int, Meta(ge=1, le=2048)] = 256
+    answer_tokens: Annotated[int, Meta(ge=1, le=256)] = 48
+    gap_ms: Annotated[float, Meta(ge=0, le=10_000)] = 20.0
+    step_ms: Annotated[float, Meta(ge=0.01, le=1000)] = 10.0
+    token_ms: Annotated[float, Meta(ge=0, le=100)] = 0.1
+    num_slots: Annotated[int, Meta(ge=1, le=32)] = 8
+    after_ms: Annotated[float, Meta(ge=0, le=60_000)] = 200.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, in simulated milliseconds.
+
+    Args:
+        requests: of each its arrival, its first token (None: its client left before) and its end.
+        mean_first_token_ms: from its arrival; this and the gaps are of those whose clients stay and read.
+        p95_gap_ms, longest_gap_ms: between two tokens of a sequence.
+    """
+
+    requests: list[tuple[float, float | None, float]]
+    mean_first_token_ms: float
+    p95_gap_ms: float
+    longest_gap_ms: float
+    whole_ms: float
+    num_tokens: int
+    num_steps: int
+    num_cached_tokens: int
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    off: Outcome
+    on: Outcome
+
+
+def compare(numbers: Numbers, on_step: Callable[[Any], None] = lambda scheduler: None) -> Comparison:
+    """Run the requests without the switch and with it."""
+    return Comparison(off=_run(numbers, False, on_step), on=_run(numbers, True, on_step))
+
+
+def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outcome:
+    switch = numbers.switch
+    cost = CostModel(numbers.step_ms / 1e3, numbers.token_ms / 1e3)
+    num_each = -(-(numbers.prompt_tokens + numbers.answer_tokens) // BLOCK_SIZE)
+    limits = RunnerLimits(
+        num_blocks=2 * num_each * numbers.num_slots,  # prompts that were computed stay for a while
+        block_size=BLOCK_SIZE,
+        max_sequences=numbers.num_slots,
+        max_batch_tokens=2048 + numbers.num_slots,
+        max_model_len=numbers.prompt_tokens + numbers.answer_tokens,
+        vocab_size=1000,
+        timed_rows=_timed_rows(cost),
+    )
+    whole_prompts = switch is Switch.CHUNKED_PREFILL and not is_on
+    one_batch = switch is Switch.CONTINUOUS_BATCHING and not is_on
+    requests = [_request(numbers, i, is_on and switch is Switch.PREFIX_CACHE) for i in range(numbers.num_requests)]
+    num_replicas = 2 if is_on and switch is Switch.SECOND_REPLICA else 1
+    simulations = [
+        Simulation(
+            replace(limits, max_batch_tokens=MOST_PROMPT_TOKENS + numbers.num_slots) if whole_prompts else limits,
+            cost,
+            requests[i::num_replicas],
+            num_may_enter=lambda num: numbers.num_slots if not one_batch else 0 if num else numbers.num_slots,
+            on_step=on_step,
+            inter_token_target=None if whole_prompts else INTER_TOKEN_TARGET,
+            messages=_messages(numbers) if is_on else (),
+        )
+        for i in range(num_replicas)
+    ]
+    traces = [trace for one in simulations for trace in one.run()]
+    return _outcome(numbers, traces, sum(one.scheduler.stats().num_steps for one in simulations))
+
+
+def _timed_rows(cost: CostModel) -> tuple[TimedRow, ...]:
+    """What a server has timed at start: chunks of a prompt, and single tokens."""
+    rows = [(0, 64, 512), (64, 256, 512), (256, 512, 512), (0, 512, 512), (512, 513, 512)] * LEAST_STEPS
+    return tuple(TimedRow(*row, cost.fixed_s + cost.token_s * (row[1] - row[0])) for row in rows)
+
+
+def _request(numbers: Numbers, index: int, shares: bool) -> Request:
+    num_shared = int(SHARED * numbers.prompt_tokens)
+    return Request(
+        request_id=str(index),
+        prompt_ids=tuple((7 * i + (i >= num_shared) * 101 * index) % 1000 for i in range(numbers.prompt_tokens)),
+        sampling=SamplingParams(max_tokens=max(1, numbers.answer_tokens * (1 + index % 4) // 4), seed=index),
+        arrival_s=index * numbers.gap_ms / 1e3,
+        cache_salt="" if shares else str(index),
+    )
+
+
+def _messages(numbers: Numbers) -> list[tuple[float, Message]]:
+    """What the engine is told on account of every second client."""
+    found: list[tuple[float, Message]] = []
+    for index in range(1, numbers.num_requests, 2):
+        at_s, name = (index * numbers.gap_ms + numbers.after_ms) / 1e3, str(index)
+        if numbers.switch is Switch.CANCEL:
+            found.append((at_s, Cancel(name, FinishReason.CANCELLED)))
+        elif numbers.switch is Switch.SLOW_CLIENT:
+            found += [(at_s, Pause(name)), (at_s + numbers.after_ms / 1e3, Resume(name))]
+    return found
+
+
+def _outcome(numbers: Numbers, traces: list[RequestTrace], num_steps: int) -> Outcome:
+    rows = []
+    traces.sort(key=lambda one: int(one.request.request_id))
+    for trace in traces:
+        assert trace.end_s is not None, "it has ended"
+        first_ms = None if trace.first_token_s is None else 1e3 * trace.first_token_s
+        rows.append((1e3 * trace.request.arrival_s, first_ms, 1e3 * trace.end_s))
+    step = 2 if numbers.switch in (Switch.CANCEL, Switch.SLOW_CLIENT) else 1
+    firsts = [first - arrival for arrival, first, _ in rows[::step] if first is not None]
+    gaps = sorted(gap for trace in traces[::step] for gap in trace.gaps_s) or [0.0]
+    usages = [trace.usage for trace in traces if trace.usage is not None]
+    return Outcome(
+        requests=rows,
+        mean_first_token_ms=sum(firsts) / len(firsts),
+        p95_gap_ms=1e3 * gaps[int(0.95 * (len(gaps) - 1))],
+        longest_gap_ms=1e3 * gaps[-1],
+        whole_ms=max(end for _, _, end in rows),
+        num_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_steps=num_steps,
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )
+
+
+class _Simulating:
+    """The route's handler: one call at a time."""
+
+    def __init__(self) -> None:
+        self._is_running = False
+
+    async def __call__(self, exchange: Exchange) -> None:
+        numbers = await body_of(exchange, Numbers)
+        for name, most in (("answer_tokens", MOST_ANSWER_TOKENS), ("prompt_tokens", MOST_PROMPT_TOKENS)):
+            if numbers.num_requests * getattr(numbers, name) > most:
+                raise InvalidRequest(f"num_requests times {name} must be at most {most}.", name)
+        if self._is_running:
+            message = "Another simulation is running. Ask again in a second."
+            raise ServiceError(ErrorKind.RATE_LIMITED, message, "simulation_running", retry_after_s=1.0)
+        self._is_running = True
+        try:
+            found = await exchange.server.offload(lambda: compare(numbers, lambda scheduler: time.sleep(0)))
+        finally:
+            self._is_running = False
+        exchange.send(sse.json_line(msgspec.to_builtins(found)))
+
+
+_EXAMPLE = {"switch": "prefix_cache", "num_requests": 16, "prompt_tokens": 512}
+_OPERATION = Operation("What a switch of the engine changes, by simulation", Numbers, None, _EXAMPLE, Comparison)
+ROUTES = {"/admin/simulate": {"POST": Route(_Simulating(), Scope.ADMIN, needs_model=False, operations=(_OPERATION,))}}
