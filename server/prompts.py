@@ -199,7 +199,9 @@ class PromptReader:
         call = _with_thought_start(call, texts[0])
         remember = None
         if self.turns is not None and texts[0] is not None:
-            remember = partial(self.turns.add, Begun(domain, texts[0], np.array(ids[0], np.int32)))
+            may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
+            begun = Begun(domain, texts[0], np.array(ids[0], np.int32), may_think)
+            remember = partial(self.turns.add, begun)
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
         table, predicted = self._table_of(call), self._predicted(call)
