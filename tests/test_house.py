@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (13_970, 38),
+    "server": (14_000, 38),
     "server/api": (6300, 19),
     "server/batches": (1010, 3),
     "server/commands": (2500, 14),
