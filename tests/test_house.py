@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (795, 5),
     "bench": (9820, 37),
 }
-TEST_LINES = 67_720
+TEST_LINES = 67_800
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
