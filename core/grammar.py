@@ -283,7 +283,8 @@ class GrammarCompiler:
             case GrammarKind.JSON_SCHEMA:  # joined as text: to read and write it again would hold the GIL for long
                 inner = _schema_grammar(source)
             case GrammarKind.REGEX:
-                inner = json.dumps(json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0])[:-1]
+                inner = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+                inner = f'{{"lark_grammar": {json.dumps(inner)}'
             case GrammarKind.LARK | GrammarKind.TAGGED:
                 inner = f'{{"lark_grammar": {json.dumps(source)}'
             case GrammarKind.GBNF:
