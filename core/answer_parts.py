@@ -798,6 +798,8 @@ def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
     found: set[str] = set()
     declared = schema.get("type")
     found.update([declared] if isinstance(declared, str) else declared or ())
+    if schema.get("nullable") is True and found:
+        found.add("null")
     for value in (*schema.get("enum", ()), *((schema["const"],) if "const" in schema else ())):
         found.add(_TYPE_NAMES.get(type(value), "null"))
     for key in ("anyOf", "oneOf", "allOf"):

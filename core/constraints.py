@@ -7,6 +7,7 @@ frozen. Thread: any.
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -464,9 +465,25 @@ def _target(root: Any, pointer: str, param: str) -> Any:
             found = found.get(name) if isinstance(found, dict) else None
     if not isinstance(found, dict | bool):
         shown = pointer[:MAX_SHOWN]
-        message = f"{param} has the $ref {shown!r}, which points to no schema. Write it as '#/$defs/NAME'."
+        place = _place_of(root, pointer, param)
+        message = f"{place}.$ref is {shown!r}, which points to no schema. Write it as '#/$defs/NAME'."
         raise InvalidRequest(message, param)
     return found
+
+
+def _place_of(root: Any, pointer: str, param: str) -> str:
+    """The path of the outermost schema that has the reference; a schema may have any depth."""
+    unseen = deque([(param, root, False)])
+    while unseen:
+        path, one, are_names = unseen.popleft()
+        if isinstance(one, list):
+            unseen += [(f"{path}[{i}]", item, False) for i, item in enumerate(one)]
+        elif isinstance(one, dict):
+            if one.get("$ref") == pointer and not are_names:
+                return path
+            followed = [name for name in one if are_names or name not in _UNFOLLOWED - {"$defs", "definitions"}]
+            unseen += [(f"{path}.{name}", one[name], not are_names and name in _MAPS) for name in followed]
+    return param
 
 
 def _check_numbers(path: str, keyword: str, value: Any, param: str) -> None:

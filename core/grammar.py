@@ -283,8 +283,8 @@ class GrammarCompiler:
             case GrammarKind.JSON_SCHEMA:  # joined as text: to read and write it again would hold the GIL for long
                 inner = _schema_grammar(source)
             case GrammarKind.REGEX:
-                (one,) = json.loads(LLMatcher.grammar_from_regex(source))["grammars"]
-                inner = f'{{"lark_grammar": {json.dumps(one["lark_grammar"])}'
+                inner = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+                inner = f'{{"lark_grammar": {json.dumps(inner)}'
             case GrammarKind.LARK | GrammarKind.TAGGED:
                 inner = f'{{"lark_grammar": {json.dumps(source)}'
             case GrammarKind.GBNF:

@@ -8,11 +8,12 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from core.answer_parts import parameter_types, typed
+from core.constraints import keywords_of
 from core.errors import InvalidRequest
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
 
@@ -24,7 +25,7 @@ _STRING_KEYWORDS = {"minLength", "maxLength", "pattern"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _MOST = 10**18 - 1  # of INTEGER
 _HELD_KEYWORDS = {"type", "enum", "const", "properties", "required", "items", "additionalProperties"}
-_IGNORED_KEYWORDS = {"title", "description", "default", "examples", "$comment"}
+_IGNORED_KEYWORDS = {"title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor"}
 # What a parameter's bare text may not be, by the other types that it may have: it would be read as one of them
 _READ_AS = {
     "null": "[Nn](one|ull)",
@@ -60,11 +61,13 @@ class CannotHold(Exception):
     """The format cannot hold a model to this keyword of a schema.
 
     Args:
-        path: of the schema, within the function's parameters.
+        path: of the schema, in the request.
+        why: what can be done, or what stands against it.
     """
 
-    def __init__(self, path: str, keyword: str) -> None:
-        super().__init__(f"{path} has the keyword {keyword!r}")
+    def __init__(self, path: str, keyword: str, why: str = "Leave it out") -> None:
+        super().__init__(f"{path} has the keyword {keyword!r}. {why}")
+        self.param = path
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,13 @@ class Tool:
     Args:
         schema: of its parameters, which are an object.
         is_strict: all of the schema is held; otherwise what can be.
+        place: of the schema in the request.
     """
 
     name: str
     schema: Schema
     is_strict: bool = True
+    place: str = "parameters"
 
 
 def required_calls(
@@ -184,6 +189,7 @@ class _Writer:
         self._special = special
         self._most_calls = most_calls
         self._rules: list[str] = []
+        self._values: dict[int, tuple[Schema, str]] = {}  # the rule of each schema that a literal has
 
     def grammar(self, start: str) -> str:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, _TERMINALS])
@@ -258,33 +264,45 @@ class _Writer:
         """What follows a named call's name, with its end."""
         call = self._form.call
         assert isinstance(call, NamedCall), "it names the function first"
-        if not (tool.is_strict or isinstance(call.arguments, JsonArguments)):
-            reduced = reduced_schema(tool.schema)
+        mark = ""  # the end of a text, which no text has
+        if isinstance(call.arguments, TaggedArguments):
+            mark = call.arguments.value_end
+        elif isinstance(call.arguments, LiteralArguments) and not call.arguments.has_escapes:
+            mark = call.arguments.quotes[0]
+        if tool.is_strict:
+            _check_mark(tool, mark)
+        elif not isinstance(call.arguments, JsonArguments):
+            reduced = reduced_schema(tool.schema, mark)
             for name, one in (
                 reduced.get("properties", {}).items() if isinstance(call.arguments, TaggedArguments) else ()
             ):
                 types = parameter_types(tool.schema, name)
                 if not {"type", "enum", "const"} & one.keys() and (not types or "string" in types):
                     one["type"] = "string"  # bare text: the parser tells the types
-            tool = Tool(tool.name, reduced)
+            tool = replace(tool, schema=reduced)
+        alternatives = _objects(tool.schema, tool.place) if tool.is_strict else [tool.schema]
         match call.arguments:
             case TaggedArguments():
-                arguments = self._tagged(call.arguments, tool)
+                arguments = f"({' | '.join(self._tagged(call.arguments, tool, one) for one in alternatives)})"
             case LiteralArguments():
-                pairs = self._pairs(call.arguments, tool.schema, tool.name, call.arguments.assign, "")
-                arguments = f"{pairs} {_quoted(call.arguments.end)}"
+                form = call.arguments
+                pairs = " | ".join(
+                    self._pairs(form, one, tool.place, tool.schema, form.assign, "") for one in alternatives
+                )
+                arguments = f"({pairs}) {_quoted(form.end)}"
             case _:
                 arguments = inline_json(tool.schema, tool.is_strict)
         return f"{arguments} {_quoted(call.end)}"
 
-    def _tagged(self, form: TaggedArguments, tool: Tool) -> str:
-        required = tool.schema.get("required", ())
+    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema) -> str:
+        required = parameters.get("required", ())
         gap = "\n" if form.has_newlines else ""
         parts = []
-        for name, schema in _properties(tool.schema, tool.name).items():
+        for name, schema in _properties(parameters, tool.place).items():
             begin = form.key_begin + name + form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
-            types = parameter_types(tool.schema, name)
-            value = self._tagged_value(schema, gap + form.value_end + "\n", f"{tool.name}.{name}", tool.schema, types)
+            types = parameter_types({**tool.schema, **parameters}, name)
+            path = f"{tool.place}.properties.{name}"
+            value = self._tagged_value(schema, gap + form.value_end + "\n", path, tool.schema, types)
             parts.append(f"({_quoted(begin)} {value}){'' if name in required else '?'}")
         return " ".join(parts)
 
@@ -326,7 +344,7 @@ class _Writer:
                 for one in values:
                     if isinstance(one, list | dict):
                         raise CannotHold(path, "enum")
-                    if not (isinstance(one, str) and (end.strip() in one or (read and re.fullmatch(excluded, one)))):
+                    if not (isinstance(one, str) and read and re.fullmatch(excluded, one)):
                         texts.append(_quoted(_bare(one)))
             elif kind == "string":
                 _check(schema, path, _STRING_KEYWORDS)
@@ -347,13 +365,13 @@ class _Writer:
             raise CannotHold(path, "enum")
         return f"({' | '.join(others)})"
 
-    def _pairs(self, form: LiteralArguments, schema: Schema, path: str, assign: str, quote: str) -> str:
+    def _pairs(self, form: LiteralArguments, schema: Schema, path: str, root: Schema, assign: str, quote: str) -> str:
         """The properties in the schema's order: `first` of those that begin there, `rest` behind another."""
         required = schema.get("required", ())
         separator = _quoted(", " if form.has_escapes else ",")
         first = rest = '""'
         for name, one in reversed(_properties(schema, path).items()):
-            value = self._literal_value(form, one, f"{path}.{name}")
+            value = self._literal_value(form, one, f"{path}.properties.{name}", root)
             pair = self.rule(f"pair_{len(self._rules)}", f"{_quoted(quote + name + quote + assign)} {value}")
             is_required = name in required
             first = f"{pair} {rest}" + ("" if is_required else f" | {first}")
@@ -361,34 +379,52 @@ class _Writer:
             first, rest = (self.rule(f"pairs_{len(self._rules)}", one) for one in (first, rest))
         return first
 
-    def _literal_value(self, form: LiteralArguments, schema: Schema, path: str) -> str:
-        _check(schema, path, set())
+    def _literal_value(self, form: LiteralArguments, schema: Schema, path: str, root: Schema) -> str:
+        """Its rule, which may need itself."""
+        is_new = id(schema) not in self._values
+        _, name = self._values.setdefault(id(schema), (schema, f"value_{len(self._values)}"))
+        if is_new:
+            if not {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
+                schema = {**schema, "type": ["string", "number", "boolean", "null"]}
+            found = _alternatives(schema, path, root)
+            self.rule(name, " | ".join(self._literal_of_type(form, one, path, root) for one in found))
+        return name
+
+    def _literal_of_type(self, form: LiteralArguments, schema: Schema, path: str, root: Schema) -> str:
+        kind = schema.get("type")
         values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        used = {"string": _STRING_KEYWORDS, "array": {"minItems", "maxItems"}, "integer": _BOUNDS, "number": _BOUNDS}
+        _check(schema, path, set() if values or not isinstance(kind, str) else used.get(kind, set()))
         if values:
             return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
-        kinds = schema.get("type")
-        if not isinstance(kinds, str):
-            names = kinds or ("string", "number", "boolean", "null")
-            return f"({' | '.join(self._literal_value(form, {**schema, 'type': one}, path) for one in names)})"
-        match kinds:
-            case "string" if form.has_escapes:
-                return "PYTHON_STRING"
+        is_bounded = bool(schema.keys() & (_STRING_KEYWORDS | _BOUNDS))
+        match kind:
+            case "string" if form.has_escapes:  # JSON's texts are Python's
+                return inline_json(schema) if is_bounded else "PYTHON_STRING"
             case "string":
-                quote = form.quotes[0]
-                text = self.rule(f"text_{len(self._rules)}[suffix={_quoted(quote)}]", "TEXT")
-                return f"{_quoted(quote)} {text}"
+                quote, text = form.quotes[0], "TEXT"
+                if is_bounded:
+                    self._rules.append(f"{(text := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, quote)}")
+                return f"{_quoted(quote)} {self.rule(f'text_{len(self._rules)}[suffix={_quoted(quote)}]', text)}"
             case "boolean" | "null":
-                values = [True, False] if kinds == "boolean" else [None]
+                values = [True, False] if kind == "boolean" else [None]
                 return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
             case "array":
                 separator = _quoted(", " if form.has_escapes else ",")
-                item = self.rule(f"item_{len(self._rules)}", self._literal_value(form, schema.get("items", {}), path))
-                return f"{_quoted('[')} ({item} ({separator} {item})*)? {_quoted(']')}"
+                item = self._literal_value(form, schema.get("items", {}), f"{path}.items", root)
+                least, most = schema.get("minItems", 0), schema.get("maxItems")
+                more = f"({separator} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+                some = '""' if most == 0 else f"({item} {more}){'' if least else '?'}"
+                return f"{_quoted('[')} {some} {_quoted(']')}"
             case "object":
                 quote, assign = form.quotes[-1], ": " if form.has_escapes else ":"
-                return f"{_quoted('{')} {self._pairs(form, schema, path, assign, quote)} {_quoted('}')}"
+                return f"{_quoted('{')} {self._pairs(form, schema, path, root, assign, quote)} {_quoted('}')}"
+            case "integer" | "number":
+                if is_bounded:
+                    return f"/{_number_regex(schema, path)}/"
+                return "INTEGER" if kind == "integer" else "NUMBER"
             case _:
-                return "INTEGER" if kinds == "integer" else "NUMBER"
+                raise CannotHold(path, min(schema, default="anyOf"))
 
 
 def _alternatives(schema: Any, path: str, root: Schema, depth: int = 0) -> list[Schema]:
@@ -411,12 +447,33 @@ def _alternatives(schema: Any, path: str, root: Schema, depth: int = 0) -> list[
         return _alternatives(root.get(match[1], {}).get(match[2]), path, root, depth + 1)
     if isinstance(kinds := schema.get("type"), list) and not {"enum", "const"} & schema.keys():
         used = {"string": _STRING_KEYWORDS, "array": {"items", "minItems", "maxItems"}}
-        used |= {"integer": _BOUNDS, "number": _BOUNDS}
+        used |= {"integer": _BOUNDS, "number": _BOUNDS, "object": {"properties", "required", "additionalProperties"}}
         known = {"type"}.union(*(used.get(kind, set()) for kind in kinds))
         if others := schema.keys() - known:
             raise CannotHold(path, min(others))
         return [{"type": kind} | {key: schema[key] for key in used.get(kind, set()) & schema.keys()} for kind in kinds]
     return [schema]
+
+
+def _check_mark(tool: Tool, mark: str) -> None:
+    """Raises CannotHold: a value has to have what ends it."""
+    for path, keyword, value in keywords_of(tool.schema, tool.place) if mark else ():
+        if keyword in ("enum", "const", "pattern") and mark in _json(value).replace("\\", ""):
+            raise CannotHold(path, keyword, f"It has {mark!r}, which ends a value in this format")
+
+
+def _objects(schema: Schema, path: str) -> Sequence[Schema]:
+    """The alternatives of a function's parameters. Raises CannotHold: they are bound by more than their names."""
+    known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | _IGNORED_KEYWORDS
+    num_required = len(schema.get("required", ()))
+    branches = schema["anyOf"] if "anyOf" in schema and "properties" not in schema else [schema]
+    for one in branches:
+        others = one.keys() - known - ({"minProperties"} if one.get("minProperties", 0) <= num_required else set())
+        if others or (one is not schema and one.get("type") != "object"):
+            raise CannotHold(path, min(others, default="anyOf"))
+    if others := schema.keys() - known - {"anyOf"} if branches != [schema] else ():
+        raise CannotHold(path, min(others))
+    return branches
 
 
 def _bare(value: Any) -> str:
@@ -501,18 +558,25 @@ def inline_json(schema: Schema, is_strict: bool = True) -> str:
     return f"%json {_json({**schema, 'x-guidance': {**JSON_STYLE, 'lenient': not is_strict}})}"
 
 
-def reduced_schema(schema: Any) -> Any:
-    """What any format can hold of a schema."""
+def reduced_schema(schema: Any, mark: str = "") -> Any:
+    """What any format can hold of a schema.
+
+    Args:
+        mark: no text of a value has it; "": there is none.
+    """
     if not isinstance(schema, Mapping):
         return {}
     made = {key: value for key, value in schema.items() if key in ("type", "enum", "const", "required")}
+    for keyword in {"enum", "const"} & made.keys():
+        if mark and mark in _json(made[keyword]):
+            del made[keyword]
     if isinstance(made.get("type"), list) or not ({"type", "enum", "const"} & made.keys()):
         made.pop("type", None)
     if "properties" in schema:
-        made["properties"] = {name: reduced_schema(one) for name, one in schema["properties"].items()}
+        made["properties"] = {name: reduced_schema(one, mark) for name, one in schema["properties"].items()}
         made["required"] = [name for name in schema.get("required", ()) if name in made["properties"]]
     if "items" in schema:
-        made["items"] = reduced_schema(schema["items"])
+        made["items"] = reduced_schema(schema["items"], mark)
     return made
 
 

@@ -2,7 +2,8 @@
 
 A model cuts its text into tokens otherwise than a tokenizer would, where it is sampled and where a grammar forces it.
 Where a rendered chat begins with a remembered one, prompt and answer, character by character, its ids are taken from
-there and only the rest is tokenized: the prefix cache finds all of it, and long chats are tokenized once. Only texts of
+there and only the rest is tokenized: the prefix cache finds all of it, and long chats are tokenized once. An empty
+thought that the template writes before an answer, and that was not in the prompt, is not there either. Only texts of
 one cache domain meet. No I/O. Thread: the loop adds; any may look up.
 """
 
@@ -21,6 +22,7 @@ from core.tokenizer import ControlToken, Tokenizer
 
 Domain = tuple[str, str]  # a request's cache_domain and cache_salt
 
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # as Qwen 3's template writes it before an answer that has none
 MOST_TURNS = 1024
 MOST_IDS = 4 * 2**20  # of all turns: 16 MiB
 MOST_TRIED = 8  # of those that a chat begins with, longest first: whose characters may be others'
@@ -29,11 +31,16 @@ _END_CHARS = 32  # of a turn, that are compared before the whole is
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A rendered prompt and its ids: what an answer goes on with."""
+    """A rendered prompt and its ids: what an answer goes on with.
+
+    Args:
+        may_think: an answer of it may have a thought: where it has none, the template may write an empty one.
+    """
 
     domain: Domain
     text: str
     ids: Int32Array
+    may_think: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class _Turn:
     Args:
         num_chars: of both.
         num_prompt_chars: of these.
+        num_thought_chars: between the two, that were not computed: the template's.
         end: its last characters.
         digest: of its text.
         origins: of the prompt, as a digest.
@@ -52,6 +60,7 @@ class _Turn:
 
     num_chars: int
     num_prompt_chars: int
+    num_thought_chars: int
     end: str
     digest: bytes
     origins: bytes
@@ -97,10 +106,12 @@ class TurnMemory:
     def _begins(self, turn: _Turn, text: str) -> bool:
         """Whether the characters of a chat that begins with that turn were written by whoever wrote them there."""
         start, end = turn.num_prompt_chars, turn.num_chars
+        said = start + turn.num_thought_chars
         if not self._tokenizer.may_cut(text, end) or _digest_of_origins(text[:start]) != turn.origins:
             return False
-        is_users = isinstance(text, MarkedText) and Origin.USER in text.origins[start:end]
-        return not is_users and self._tokenizer.may_have(text, slice(start, end), turn.control)
+        origins = text.origins if isinstance(text, MarkedText) else bytes(end)
+        is_others = any(origins[start:said]) or Origin.USER in origins[said:end]
+        return not is_others and self._tokenizer.may_have(text, slice(said, end), turn.control)
 
     def add(self, begun: Begun, answer_ids: Sequence[int], cut_text: str = "") -> None:
         """Remember a prompt with its answer.
@@ -113,17 +124,23 @@ class TurnMemory:
             answer_ids = self._tokenizer.without_end(answer_ids, cut_text)
         if (answer := self._tokenizer.spelled(answer_ids)) is None or not answer_ids:
             return
-        text, control = answer
-        start, whole = len(begun.text), str.__str__(begun.text) + text
+        ids = np.append(begun.ids, np.array(answer_ids, np.int32))
+        self._keep(begun, "", *answer, ids)
+        if begun.may_think and not answer[0].startswith(EMPTY_THOUGHT[:7]):
+            self._keep(begun, EMPTY_THOUGHT, *answer, ids)
+
+    def _keep(self, begun: Begun, thought: str, text: str, control: Sequence[ControlToken], ids: Int32Array) -> None:
+        start, whole = len(begun.text) + len(thought), str.__str__(begun.text) + thought + text
         placed = tuple(ControlToken(at + start, end + start, token_id) for at, end, token_id in control)
         turn = _Turn(
             num_chars=len(whole),
-            num_prompt_chars=start,
+            num_prompt_chars=len(begun.text),
+            num_thought_chars=len(thought),
             end=whole[-_END_CHARS:],
             digest=_digest(whole),
             origins=_digest_of_origins(begun.text),
             control=placed,
-            ids=np.append(begun.ids, np.array(answer_ids, np.int32)),
+            ids=ids,
         )
         domain = begun.domain
         self._forget(domain, turn.digest)

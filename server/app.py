@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
 from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Usage
 from server.adapters import Adapters
+from server.api.decoding import MAX_UNKNOWN_FIELDS
 from server.api.known_fields import Name
 from server.api.messages import ERRORS as ANTHROPIC_ERRORS
 from server.api.models import ServedModel, ServerCard
@@ -477,6 +479,10 @@ class App:
                 self._check_operator(exchange)
         if route.needs_model:
             self.readiness.check()
+        if exchange.request.query and route.operations:
+            known_names = {name for operation in route.operations for name in operation.query}
+            unknown = parse_qs(exchange.request.query, keep_blank_values=True).keys() - known_names
+            self.metrics.count_unknown_fields(sorted(unknown)[:MAX_UNKNOWN_FIELDS])
         if route.is_counted:
             await self._handle_counted(route, exchange)
         else:

@@ -31,12 +31,14 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 MOST_UNFINISHED = 100  # batches of a tenant
 MOST_LISTED = 10_000  # files
 FORM_BYTES = 64 * 1024  # of a form, beside its file
+MOST_FIELDS, MOST_HEAD_BYTES = 16, 4096  # of a form, and of each field
 PIECE_BYTES = 64 * 1024
 MOST_NAME_CHARS = 255
 LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 86_400
 BODY_BYTES = 64 * 1024
 _BOUNDARY = re.compile(rb'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,70})"?', re.IGNORECASE | re.DOTALL)
 _FIELD = re.compile(rb'\bname="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+_ESCAPED = re.compile("%(00|0A|0D|22)", re.IGNORECASE)  # in names, by browsers and httpx
 _FILENAME = re.compile(rb'\bfilename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 _WINDOW = re.compile(r"([1-9]\d{0,3})(min|h|d)")
 
@@ -64,27 +66,32 @@ def parse_form(body: bytes, content_type: bytes) -> dict[str, Part]:
         raise InvalidRequest(message, "content-type", "invalid_form")
     mark, parts, whole = b"--" + found[1], dict[str, Part](), memoryview(body)
     at = body.find(mark)
-    while at >= 0 and body[at + len(mark) : at + len(mark) + 2] == b"\r\n" and len(parts) < 16:
+    while at >= 0 and body[at + len(mark) : at + len(mark) + 2] == b"\r\n" and len(parts) < MOST_FIELDS:
         head = at + len(mark) + 2
-        start, at = body.find(b"\r\n\r\n", head, head + 4096), body.find(b"\r\n" + mark, head)
+        start, at = body.find(b"\r\n\r\n", head), body.find(b"\r\n" + mark, head)
         if start < 0 or at < start:
-            break
+            raise InvalidRequest("The form is cut off. Send it whole.", code="invalid_form")
+        if (num_bytes := start - head) > MOST_HEAD_BYTES:
+            message = (
+                f"A field of the form has a head of {num_bytes:,} bytes, and at most {MOST_HEAD_BYTES:,} are taken."
+            )
+            raise InvalidRequest(f"{message} Shorten its name, or that of its file.", "file", "invalid_form")
         fields = body[head:start]
         name, filename = _FIELD.search(fields), _FILENAME.search(fields)
         if name is None:
-            break
+            raise InvalidRequest('A field of the form has no name="...".', code="invalid_form")
         shown = None if filename is None else _safe_name(filename[1].decode("utf-8", "replace"))
         parts[name[1].decode("utf-8", "replace")] = Part(shown, whole[start + 4 : at])
         at += 2
     if at < 0 or body[at + len(mark) : at + len(mark) + 2] != b"--":
-        raise InvalidRequest(
-            "The form is cut off, or a field of it has no name, or a head of over 4,096 bytes.", code="invalid_form"
-        )
+        message = f"The form is cut off, or has over {MOST_FIELDS} fields. Send it whole: file, purpose, expires_after."
+        raise InvalidRequest(message, code="invalid_form")
     return parts
 
 
 def _safe_name(told: str) -> str:
     """The last part of a path, without what cannot be printed: clients save files by their names."""
+    told = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), told)
     name = "".join(char for char in re.split(r"[/\\]", told)[-1] if char.isprintable())
     return "" if name in (".", "..") else name
 

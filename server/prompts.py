@@ -199,11 +199,30 @@ class PromptReader:
         call = _with_thought_start(call, texts[0])
         remember = None
         if self.turns is not None and texts[0] is not None:
-            remember = partial(self.turns.add, Begun(domain, texts[0], np.array(ids[0], np.int32)))
+            may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
+            begun = Begun(domain, texts[0], np.array(ids[0], np.int32), may_think)
+            remember = partial(self.turns.add, begun)
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
         table, predicted = self._table_of(call), self._predicted(call)
         return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, poolings, context)
+
+    def count(self, call: GenerationCall, tenant: Tenant) -> int:
+        """The tokens of the prompts that the call would compute; of prompts that no policy makes fit, all.
+
+        Raises: as encode.
+        """
+        domain = tenant.cache_salt_domain, call.cache_salt
+        wishes = call.context or ContextWishes(type=tenant.context_policy)
+        if wishes != ContextWishes():
+            compute = partial(self._computed, marks=StageMarks(self.unix_clock), domain=domain)
+            most, param = call.sampling.max_tokens, call.prompts_param
+            try:
+                return sum(len(self._fitted(one, param, wishes, most, compute)[0][1]) for one in call.prompts)
+            except ServiceError as exceeded:
+                if exceeded.code != "context_length_exceeded":
+                    raise
+        return sum(len(self.encode(one, domain=domain)) for one in call.prompts)
 
     def _computed(self, prompt: Prompt, param: str, marks: StageMarks, domain: Domain) -> Computed:
         """Raises: as _rendered and _encode_checked."""

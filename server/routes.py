@@ -13,7 +13,6 @@ from urllib.parse import parse_qs, unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.turns import Domain
 from server import batch_routes, dashboard, openapi, switches, tenant_routes
 from server.adapters import Adapters
 from server.api import (
@@ -34,6 +33,7 @@ from server.api.models import ServedModel, ServerCard
 from server.api.replies import EVENTS, OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Operation, Route
 from server.gate.identity import Caller, Scope
+from server.gate.tenants import Tenant
 from server.generation import Generation
 from server.generations import weight_of
 from server.ledger.ledger import PROBE_S
@@ -163,14 +163,14 @@ Computed = tuple[bytes, tuple[str, ...]]  # a reply, and the names of the body's
 
 
 def computing(
-    work: Callable[[PromptReader, tuple[ServedModel, ...], Domain, bytes], Computed],
+    work: Callable[[PromptReader, tuple[ServedModel, ...], Tenant, bytes], Computed],
     bounds_body: bool = False,
     has_history: bool = False,
 ) -> Handler:
     """A handler that answers with what `work` computes from the body.
 
     Args:
-        work: gets the models that the caller may use, and its cache domain; may run on another thread.
+        work: gets the models that the caller may use, and its tenant; may run on another thread.
         bounds_body: to the size of a whole context's ids: parsing holds the GIL, wherever it runs.
         has_history: the body may go on from a stored response.
     """
@@ -193,9 +193,8 @@ def computing(
             if isinstance(reader, Relay):
                 exchange.send(await reader.ask(exchange.stream.request.path, body, caller))
                 return
-            cards, domain = exchange.own_cards, (caller.tenant.cache_salt_domain, "")
-            own = served.reader
-            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), weight_of(body))
+            cards, own = exchange.own_cards, served.reader
+            reply, unknown_fields = await served.compute(lambda: work(own, cards, caller.tenant, body), weight_of(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)
@@ -204,15 +203,15 @@ def computing(
     return compute
 
 
-def tokenize_prompt(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
+def tokenize_prompt(reader: PromptReader, cards: tuple[ServedModel, ...], tenant: Tenant, body: bytes) -> Computed:
     wire, prompt, unknown_fields = tokenize.parse_tokenize(body, reader.defaults.tool_style)
     find_model(cards, wire.model)
-    ids = reader.encode(prompt, domain=domain)
+    ids = reader.encode(prompt, domain=(tenant.cache_salt_domain, ""))
     strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if wire.return_token_strs else None
     return tokenize.tokenize_reply(ids, reader.max_model_len, strs), unknown_fields
 
 
-def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
+def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], tenant: Tenant, body: bytes) -> Computed:
     wire, unknown_fields = tokenize.parse_detokenize(body)
     find_model(cards, wire.model)
     num_ids, most = len(wire.tokens), reader.max_model_len
@@ -225,14 +224,12 @@ def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Dom
 
 def counting(
     parse: Callable[[bytes, DefaultsOf], GenerationCall], reply: Callable[[int], bytes]
-) -> Callable[[PromptReader, tuple[ServedModel, ...], Domain, bytes], Computed]:
-    """What counts the prompt's tokens of a generation's request."""
+) -> Callable[[PromptReader, tuple[ServedModel, ...], Tenant, bytes], Computed]:
+    """What counts the prompt's tokens that a generation's request would be billed."""
 
-    def count(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
+    def count(reader: PromptReader, cards: tuple[ServedModel, ...], tenant: Tenant, body: bytes) -> Computed:
         call = parse(body, lambda model: (find_model(cards, model).id, reader.defaults))
-        return reply(
-            sum(len(reader.encode(prompt, domain=(domain[0], call.cache_salt))) for prompt in call.prompts)
-        ), call.unknown_fields
+        return reply(reader.count(call, tenant)), call.unknown_fields
 
     return count
 
@@ -663,7 +660,14 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/tokenize": {"POST": _counted(computing(tokenize_prompt), _TOKENIZE)},
     "/detokenize": {"POST": _counted(computing(detokenize, bounds_body=True), _DETOKENIZE)},
-    "/v1/models": {"GET": _shown(list_models, "The models that the caller may use", answer=models.ModelList)},
+    "/v1/models": {
+        "GET": _shown(
+            list_models,
+            "The models that the caller may use",
+            answer=models.ModelList,
+            query=dict.fromkeys(("limit", "before_id", "after_id"), str),  # Anthropic's
+        )
+    },
     "/tokenizer_info": {
         "GET": _counted(show_tokenizer_info, Operation("Special tokens and the chat template", query={"model": str}))
     },

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (13_970, 38),
+    "server": (14_000, 38),
     "server/api": (6300, 19),
     "server/batches": (1010, 3),
     "server/commands": (2500, 14),
@@ -25,14 +25,14 @@ BUDGETS = {
     "server/observing": (2880, 11),
     "server/upstream": (1670, 6),
     "server/wire": (4910, 14),
-    "core": (16_580, 42),
+    "core": (16_670, 42),
     "gpu": (12_530, 39),
     "gpu/cpu_kernels": (5110, 12),
     "gpu/kernels": (2980, 7),
     "gpu/parallel": (795, 5),
     "bench": (9820, 37),
 }
-TEST_LINES = 67_660
+TEST_LINES = 67_800
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

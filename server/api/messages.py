@@ -18,6 +18,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode, page_behind, page_of
 from server.api.fields import (
+    UNLIMITED_TOKENS,
     ChatPrompt,
     DefaultsOf,
     GenerationCall,
@@ -140,9 +141,9 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
 
 
 class CountBody(MessagesBody, frozen=True, kw_only=True):
-    """What count_tokens takes: everything, but no answer's length."""
+    """What count_tokens takes: the answer's length may be left out."""
 
-    max_tokens: MaxTokens = 1
+    max_tokens: MaxTokens = UNLIMITED_TOKENS
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:

@@ -78,6 +78,7 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         functions: that the model may call, and sees in its prompt.
         places: of their parameters in the request.
+        held: what holds each function's arguments; None: it is not strict.
         is_required: the answer is calls, at least one, and no text.
         most_calls: of one answer; None: any number.
         is_old: the request has `functions`: an answer has one call, as function_call.
@@ -85,6 +86,7 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
 
     functions: tuple[Function, ...]
     places: tuple[str, ...]
+    held: tuple[GrammarSpec | None, ...]
     style: ToolStyle
     is_required: bool = False
     most_calls: int | None = None
@@ -155,6 +157,7 @@ def tool_wishes(
         param = where.partition("[")[0]
         raise InvalidRequest(f"{param} must have at most {MAX_TOOLS} entries.", param)
     by_name: dict[str, Function] = {}
+    held: dict[str, GrammarSpec] = {}
     for i, one in enumerate(functions):
         param = where.format(i)
         if _NAME.fullmatch(one.name) is None:
@@ -168,7 +171,7 @@ def tool_wishes(
         check_depth(one.parameters, place)
         _check_schema(one.parameters or {}, place)
         if one.strict:
-            json_schema(_parameters(one), place)
+            held[one.name] = json_schema({"type": "object", **_parameters(one)}, place)
         check_answerable({"type": "object", **_parameters(one)}, place)
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
@@ -180,6 +183,7 @@ def tool_wishes(
     return ToolWishes(
         functions=tuple(offered.values()),
         places=tuple(f"{place}.{parameters}" for place in offered),
+        held=tuple(held.get(one.name) for one in offered.values()),
         style=style,
         is_required=mode == "required",
         most_calls=1 if is_parallel is False or style.most_calls == 1 else most_calls,
@@ -288,12 +292,15 @@ def call_constraint(
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
-    tools = [Tool(one.name, _parameters(one), bool(one.strict)) for one in wishes.functions]
+    tools = [
+        Tool(one.name, json.loads(held.source) if held else _parameters(one), held is not None, place)
+        for one, held, place in zip(wishes.functions, wishes.held, wishes.places, strict=True)
+    ]
     spec = _call_spec(wishes, tools, special, eos_ids, text)
     if all(tool.is_strict for tool in tools):
         return spec
     # Of tools that are not strict what can be held is: less, where the library refuses a schema
-    reduced = [tool if tool.is_strict else Tool(tool.name, reduced_schema(tool.schema), False) for tool in tools]
+    reduced = [tool if tool.is_strict else replace(tool, schema=reduced_schema(tool.schema)) for tool in tools]
     return replace(spec, fallback=_call_spec(wishes, reduced, special, eos_ids, text))
 
 
@@ -317,12 +324,9 @@ def _call_spec(
             free = sorted({*special.values()} - {*eos_ids} - {special[one] for one in form.begins if one in special})
             source = allowed_calls(form, tools, special, wishes.most_calls, free)
     except CannotHold as error:
-        message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}. Leave it out."
-        raise InvalidRequest(message, "tools") from None
-    schemas = tuple(
-        GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one.schema), place)
-        for one, place in zip(tools, wishes.places, strict=True)
-    )
+        message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}."
+        raise InvalidRequest(message, error.param) from None
+    schemas = tuple(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one.schema), one.place) for one in tools)
     return GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas)
 
 

@@ -232,7 +232,7 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         ({"items": 3}, "response_format.items must be a schema"),
         ({"properties": []}, "response_format.properties must be an object of schemas"),
         ({"anyOf": []}, "response_format.anyOf must be a list of schemas"),
-        ({"$ref": "#/$defs/none"}, "response_format has the $ref '#/$defs/none'"),
+        ({"$ref": "#/$defs/none"}, "response_format.$ref is '#/$defs/none'"),
         ({"type": "string", "pattern": "(a"}, "unclosed group"),
         (
             {"items": {"type": "string", "pattern": "(?=a)b"}},
@@ -613,17 +613,39 @@ UNIONS: list[dict[str, Any]] = [
     {"enum": ["1", 1, "true", None]},
     {"enum": ["1", 2]},
     {"type": "string", "pattern": "[a-c]*", "minLength": 2, "maxLength": 3},
+    {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+    {"anyOf": [{"$ref": "#/$defs/list"}, {"type": "null"}]},
+    {
+        "type": ["object", "null"],
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
 ]
 
 
+LIST = {  # which may hold itself
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "maximum": 3},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}]},
+    },
+    "required": ["n", "next"],
+    "additionalProperties": False,
+}
+
+
+def strict(schema: dict[str, Any]) -> Tool:
+    return Tool("f", json.loads(json_schema(schema, "parameters").source))
+
+
 @pytest.mark.parametrize("union", UNIONS, ids=json.dumps)
-@pytest.mark.parametrize("form", ["xml", "glm"])
+@pytest.mark.parametrize("form", ["xml", "glm", "gemma", "pythonic"])
 def test_a_string_or_something_else_is_held_as_it_is_read(form: str, union: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"g": union}, "required": ["g"], "additionalProperties": False}
-    schema["$defs"] = {"e": {"enum": ["1", "x y", "true", "2"]}}
-    grammar = compiler().compile(
-        GrammarSpec(GrammarKind.LARK, required_calls(TOOL_FORMATS[form], [Tool("f", schema)], most_calls=1), "tools")
-    )
+    schema["$defs"] = {"e": {"enum": ["1", "x y", "true", "2"]}, "list": LIST}
+    source = required_calls(TOOL_FORMATS[form], [strict(schema)], most_calls=1)
+    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
     num_calls = 0
     for seed in range(15):
         if (text := sampled(grammar, random.Random(seed), most=200)) is not None:
@@ -635,14 +657,35 @@ def test_a_string_or_something_else_is_held_as_it_is_read(form: str, union: dict
     assert num_calls
 
 
-def test_what_a_format_cannot_hold_is_named() -> None:
-    tools = [Tool("f", {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}})]
-    with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
-        required_calls(TOOL_FORMATS["pythonic"], tools)
-    required_calls(TOOL_FORMATS["hermes"], tools)
-    union = {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}
-    with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'anyOf'")):
-        required_calls(TOOL_FORMATS["xml"], [Tool("f", {"type": "object", "properties": {"a": union}})])
+MULTIPLE, END = {"type": "integer", "multipleOf": 3}, "which ends a value"
+
+
+@pytest.mark.parametrize(
+    ("form", "schema", "words"),
+    [
+        ("pythonic", MULTIPLE, " has the keyword 'multipleOf'"),
+        ("gemma", {"type": "array", "items": MULTIPLE}, ".items has the keyword 'multipleOf'"),
+        ("xml", {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}, " has the keyword 'anyOf'"),
+        ("xml", {"const": "x\n</parameter>"}, f" has the keyword 'const'. It has '</parameter>', {END}"),
+        (
+            "xml",
+            {"type": "string", "pattern": r"^a<\/parameter>$"},
+            f" has the keyword 'pattern'. It has '</parameter>', {END}",
+        ),
+        ("glm", {"enum": ["a</arg_value>", "b"]}, f" has the keyword 'enum'. It has '</arg_value>', {END}"),
+        (
+            "gemma",
+            {"type": "array", "items": {"const": "<escape>"}},
+            f".items has the keyword 'const'. It has '<escape>', {END}",
+        ),
+    ],
+)
+def test_what_a_format_cannot_hold_is_named(form: str, schema: dict[str, Any], words: str) -> None:
+    tool = strict({"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False})
+    required_calls(TOOL_FORMATS["hermes"], [tool])
+    with pytest.raises(CannotHold, match=re.escape(f"parameters.properties.a{words}")):
+        required_calls(TOOL_FORMATS[form], [tool])
+    required_calls(TOOL_FORMATS[form], [Tool("f", tool.schema, is_strict=False)])
 
 
 def test_a_refused_tool_is_named_by_its_keyword() -> None:

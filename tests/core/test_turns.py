@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from core.chat_template import ChatTemplate
 from core.detokenizer import Detokenizer
-from core.marked_text import JsonText, MarkedText
+from core.marked_text import JsonText, MarkedText, Origin
 from core.tokenizer import Tokenizer
-from core.turns import Begun, TurnMemory
+from core.turns import EMPTY_THOUGHT, Begun, TurnMemory
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level, for_chats, sentencepiece
 from tests.core.tool_templates import GRANITE
@@ -128,6 +128,33 @@ def test_a_call_that_was_cut_off_has_the_ids_that_were_generated(source: str, cu
     memory = remembering(prompt, answer := oddly_cut(said, random.Random(1)))
     ids = memory.encode(chat(calling(JsonText(cut)), {"role": "user", "content": "b"}), MINE)
     assert ids[: len(ids_before := TOKENIZER.encode_chat(prompt) + answer)] == ids_before
+
+
+@pytest.mark.parametrize(
+    ("may_think", "answer", "thought", "is_found"),
+    [
+        (True, "Hello", EMPTY_THOUGHT, True),
+        (True, "Hello", "", True),
+        (True, "Hello", EMPTY_THOUGHT * 2, False),
+        (True, "<think>x</think>", EMPTY_THOUGHT, False),
+        (False, "Hello", EMPTY_THOUGHT, False),
+    ],
+)
+@pytest.mark.parametrize("is_clients", [False, True])
+def test_an_empty_thought_that_the_template_adds_is_not_computed(
+    may_think: bool, answer: str, thought: str, is_found: bool, is_clients: bool
+) -> None:
+    prompt, ids = rendered(("user", "a")), oddly_cut(answer, random.Random(1))
+    memory, before = TurnMemory(TOKENIZER), TOKENIZER.encode_chat(prompt)
+    memory.add(Begun(MINE, prompt, np.array(before, np.int32), may_think), ids)
+    writer = Origin.MODEL if is_clients else Origin.TEMPLATE
+    parts = (thought, writer), (answer, Origin.MODEL), ("<|im_end|>", Origin.TEMPLATE)
+    chat = prompt + "".join(text for text, _ in parts)
+    origins = b"".join(bytes([origin]) * len(text) for text, origin in parts)
+    assert isinstance(prompt, MarkedText)
+    chat = MarkedText(chat, prompt.origins + origins)
+    found = memory.encode(chat, MINE) == [*before, *ids, END]
+    assert found is (is_found and not (is_clients and thought))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.e2e.server_process import ServerProcess
 CHECKS = """
 [checks]
 not_a_server_error.expected-statuses = ["2xx", "4xx", 503, 504, 529]
+negative_data_rejection.expected-statuses = ["4xx", "5xx"]
 positive_data_acceptance.enabled = false
 use_after_free.enabled = false
 ensure_resource_availability.enabled = false

@@ -198,6 +198,20 @@ def test_a_turn_that_comes_back_is_found_in_the_cache(form: str) -> None:
     session(form, scenario, lead, cut_seed=None if form in rewritten else 7)
 
 
+def test_a_forced_call_is_found_in_the_cache_where_the_template_adds_an_empty_thought() -> None:
+    async def scenario(client: AsyncOpenAI, running: Running) -> None:
+        asked: Any = {"model": MODEL, "tools": TOOLS}
+        first = await client.chat.completions.create(**asked, messages=[QUESTION], tool_choice="required")
+        message = first.choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "21 degrees"} for call in message.tool_calls]
+        history = [QUESTION, message.model_dump(exclude_none=True), *results]
+        second = await client.chat.completions.create(**asked, messages=history)
+        num_cached = second.usage.prompt_tokens_details.cached_tokens
+        assert num_cached >= (first.usage.prompt_tokens + first.usage.completion_tokens - 1) // 16 * 16
+
+    session("hermes", scenario)
+
+
 def test_a_turn_that_a_stop_string_has_cut_is_found_in_the_cache() -> None:
     async def scenario(client: AsyncOpenAI, running: Running) -> None:
         asked: Any = {"model": MODEL, "temperature": 1}

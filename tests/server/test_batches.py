@@ -17,6 +17,7 @@ from server.batches.store import Store
 from server.config import ServerConfig
 from server.gate.tenants import Limits
 from server.ledger.store import RowState
+from server.observing.metrics import OTHER_FIELDS
 from tests.server.inline_ledger import rows
 from tests.server.simulated_server import (
     MODEL,
@@ -174,18 +175,18 @@ def test_too_many_lines(served: SimulatedServer, monkeypatch: pytest.MonkeyPatch
 
 def test_files_are_listed_read_and_deleted(served: SimulatedServer) -> None:
     ask = asker(served)
-    names = ["passwd", "b.jsonl", "ünï.jsonl"]
-    told = ["../../etc/passwd", "C:\\d\\b.jsonl", "ü\x1bnï.jsonl"]
+    names = ["passwd", "b.jsonl", "ünï.jsonl", 'a"b%41.jsonl']
+    told = ["../../etc/passwd", "C:\\d\\b.jsonl", "ü\x1bnï.jsonl", "%00%0D%0aa%22b%41.jsonl"]
     made = [
         ask(upload(jsonl(line(name)), path, **{"expires_after[seconds]": "3600"})).json
         for name, path in zip(names, told, strict=True)
     ]
     assert [one["filename"] for one in made] == names
-    assert [one["expires_at"] - one["created_at"] for one in made] == [3600] * 3
+    assert [one["expires_at"] - one["created_at"] for one in made] == [3600] * 4
     listed = get(ask, "/v1/files?limit=2&purpose=batch")
-    assert ([one["id"] for one in listed["data"]], listed["has_more"]) == ([made[2]["id"], made[1]["id"]], True)
+    assert ([one["id"] for one in listed["data"]], listed["has_more"]) == ([made[3]["id"], made[2]["id"]], True)
     rest = get(ask, f"/v1/files?after={listed['last_id']}")
-    assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([made[0]["id"]], False)
+    assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([made[1]["id"], made[0]["id"]], False)
     assert output(ask, made[0]["id"]) == [line(names[0])]
     assert get(ask, f"/v1/files/{made[0]['id']}") == made[0]
     path = f"/v1/files/{made[0]['id']}"
@@ -221,6 +222,29 @@ def test_files_are_listed_read_and_deleted(served: SimulatedServer) -> None:
 def test_what_is_refused(served: SimulatedServer, data: bytes, status: int, param: str | None) -> None:
     answer = served.ask(data, data[:3].decode() if data.startswith(b"GET") else "POST")
     assert (answer.status, answer.json["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (f'--m\r\nA: b; name="file"; filename="{"n" * 5000}"\r\n\r\nx\r\n--m--', "has a head of 5,030 bytes"),
+        ("--m\r\nA: b\r\n\r\nx\r\n--m--", 'has no name="..."'),
+        ('--m\r\nA: b; name="file"\r\n\r\nx', "is cut off. Send it whole"),
+        ('--m\r\nA: b; name="file"\r\n--m--', "is cut off. Send it whole"),
+        ("".join(f'--m\r\nA: b; name="{i}"\r\n\r\nx\r\n' for i in range(17)) + "--m--", "over 16 fields"),
+    ],
+)
+def test_a_form_that_is_none_is_told_why(served: SimulatedServer, form: str, told: str) -> None:
+    fields = "Content-Type: multipart/form-data; boundary=m"
+    answer = served.ask(request("POST", "/v1/files", form.encode(), fields))
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_form")
+    assert told in answer.json["error"]["message"]
+
+
+def test_parameters_of_a_query_that_are_unknown_are_counted(served: SimulatedServer) -> None:
+    for path in ("/v1/files?limit=2&foo=1", "/v1/files?purpose=batch&foo=", "/v1/models?limit=1&include[]=a"):
+        assert served.ask(request("GET", path), "GET").status == 200
+    assert served.metrics.unknown_fields == {"foo": 2, OTHER_FIELDS: 1}
 
 
 def test_a_window_that_is_none(served: SimulatedServer) -> None:

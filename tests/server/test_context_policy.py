@@ -102,6 +102,27 @@ def test_a_policy_that_is_none_is_refused(policy: Any, param: str) -> None:
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("messages", [HISTORY[1:], HISTORY[1:3]])
+@pytest.mark.parametrize("policy", [None, *Policy])
+def test_counts_are_what_is_billed(path: str, messages: Any, policy: Policy | None) -> None:
+    """By the request's policy, or its tenant's."""
+    is_messages = path == "/v1/messages"
+    fields = {"messages": messages, "max_tokens": 12} if is_messages else {"input": messages, "max_output_tokens": 12}
+    body = {"model": "small", **fields} | ({} if policy is None else {"context_policy": policy})
+    with serving(tenants=(keyed_tenant("acme", "key", context_policy=Policy.DROP_OLDEST_TURNS),)) as server:
+        counted_at = f"{path}/count_tokens" if is_messages else f"{path}/input_tokens"
+        counted = server.ask(as_caller(request("POST", counted_at, body), "key")).json["input_tokens"]
+        answer = server.ask(as_caller(request("POST", path, body), "key"))
+        leaves_turns_out = policy in (None, Policy.DROP_OLDEST_TURNS, Policy.MIDDLE)
+        assert answer.status == (200 if leaves_turns_out or len(messages) < 3 else 400)
+        if answer.status == 400:  # the whole is counted
+            assert counted > LIMITS.max_model_len
+            return
+        usage = answer.json["usage"]
+        assert counted == usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+
+
 def test_what_no_policy_can_make_fit_is_refused() -> None:
     long = [SYSTEM, *HISTORY[1:3], {"role": "user", "content": "word " * 400}]
     for policy in Policy:

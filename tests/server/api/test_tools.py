@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from core.constraints import GrammarKind
+from core.constraints import GrammarKind, json_schema
 from core.errors import InvalidRequest
 from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
@@ -33,6 +33,11 @@ NOW = {"type": "function", "function": {"name": "now"}}
 DEEP_ARGUMENTS = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
 CALLS = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 MORE_CALLS = CALLS + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def _strict(schema: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"properties": {"d": schema}, "required": ["d"], "additionalProperties": False}
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
 
 
 def parsed(style: ToolStyle | None = HERMES, messages: Any = MESSAGES, **fields: Any) -> GenerationCall:
@@ -352,6 +357,11 @@ def test_an_answer_without_calls_is_text() -> None:
             "tools[0].function.parameters",
             "'not'",
         ),
+        (
+            {"tools": [_strict({"type": "array", "items": {"$ref": "#/$defs/no"}})]},
+            "tools[0].function.parameters",
+            "tools[0].function.parameters.properties.d.items.$ref is '#/$defs/no', which points to no schema",
+        ),
         *(
             (
                 {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]},
@@ -529,3 +539,20 @@ def test_variables_of_the_template_come_with_the_prompt() -> None:
     kwargs = {"enable_thinking": False}
     assert prompt_of(parsed(chat_template_kwargs=kwargs)).template_kwargs == kwargs
     assert prompt_of(response_call(chat_template_kwargs=kwargs)).template_kwargs == kwargs
+
+
+def test_a_strict_function_is_held_as_a_schema_is() -> None:
+    strict = _strict({"type": "string", "format": "date", "title": "Day"})
+    held = json_schema({"type": "object", **strict["function"]["parameters"]}, "guided_json")
+    for form in ("hermes", "xml", "gemma"):
+        tools = parsed(ToolStyle(form, False, 2), tools=[strict, NOW]).tools
+        assert tools is not None
+        spec = call_constraint(tools, {}, ())
+        assert json.loads(spec.schemas[0].source) == json.loads(held.source)
+        assert "[1-9][0-9]{3}-" in spec.source
+    tools = parsed(ToolStyle("xml", False, 2), tools=[NOW, _strict({"const": "</parameter>"})]).tools
+    assert tools is not None
+    with pytest.raises(InvalidRequest) as caught:
+        call_constraint(tools, {}, ())
+    place = "tools[1].function.parameters.properties.d"
+    assert (caught.value.param, f"{place} has the keyword 'const'" in str(caught.value)) == (place, True)
