@@ -10,7 +10,7 @@ from typing import Any
 from core.errors import ExitCode, StartupError
 from server.batches.store import Credential
 from server.clock import Clock
-from server.config import ServerConfig
+from server.config import OPTIONS, ServerConfig
 from server.gate.identity import (
     WAYS,
     Authenticator,
@@ -284,4 +284,5 @@ def check_budgets(tenants: Sequence[Tenant], config: ServerConfig) -> None:
 def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:
     """Changed settings that take effect at the next start only."""
     names = (one.name for one in fields(ServerConfig) if one.name not in SILENT)
-    return [name for name in names if getattr(old, name) != getattr(new, name)]
+    shown = {one.field_name: one.name.replace("-", "_") for one in OPTIONS}
+    return [shown.get(name, name) for name in names if getattr(old, name) != getattr(new, name)]

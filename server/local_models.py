@@ -444,7 +444,8 @@ class LocalModels:
 
     def _end_idle(self, model: LocalModel) -> None:
         if model.state is ModelState.AWAKE and not model.upstream.num_active:
-            logger.info("the model %s sleeps: unused for %g s", model.name, model.keep_alive_s)
+            why = f": unused for {model.keep_alive_s:g} s" if model.keep_alive_s else ""
+            logger.info("the model %s sleeps%s", model.name, why)
             self._end(model)
 
     # Which models are awake.

@@ -609,7 +609,7 @@ class Pool:
     def _nobody(self) -> ServiceError:
         names = "; ".join(f"{one.url}: {one.why_out or 'it is ejected'}" for one in self.upstreams)
         logger.warning("no upstream of %s takes requests: %s", self.settings.name, names)
-        message = f"No server takes requests for the model {self.settings.name} now. Try again in {PROBE_EVERY_S:g} s."
+        message = f"No server takes requests for this model now. Try again in {PROBE_EVERY_S:g} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
 
 

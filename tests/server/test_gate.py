@@ -308,9 +308,11 @@ def test_a_setting_that_a_reload_cannot_change_is_told(
 ) -> None:
     caplog.set_level("INFO")
     gate = Gate(write(), CLOCK)
-    gate.prepare(write('max_queue = 7\ntenants = [{name = "b"}]'))()
+    gate.prepare(write('max_queue = 7\nmodels_memory = "1GiB"\ntenants = [{name = "b"}]'))()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told[-1] == "max_queue has changed, which takes effect at the next start"
+    assert told[-2:] == [
+        f"{one} has changed, which takes effect at the next start" for one in ("models_memory", "max_queue")
+    ]
     assert "reloaded: tenants=1 keys=0" in caplog.text
 
 
