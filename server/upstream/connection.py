@@ -79,6 +79,8 @@ class _Http1:
 
     def receive(self, data: bytes) -> None:
         try:
+            if data and self._exchange is None:
+                raise h11.RemoteProtocolError("an answer to no request")
             self._h11.receive_data(data)
             while True:
                 event = self._h11.next_event()
@@ -94,17 +96,17 @@ class _Http1:
 
     def _tell(self, event: Any) -> None:
         exchange = self._exchange
-        if exchange is None:
-            raise h11.RemoteProtocolError("an answer to no request")
+        assert exchange is not None, "an answer's end is the last of its events"
         if isinstance(event, h11.Response):
             exchange.take_head(AnswerHead(event.status_code, tuple(event.headers)))
         elif isinstance(event, h11.Data):
             exchange.take_data(bytes(event.data))
         elif isinstance(event, h11.EndOfMessage):
             self._exchange = None
-            if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
+            is_at_end = self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
+            if is_at_end and not self._h11.trailing_data[0]:
                 self._h11.start_next_cycle()
-            else:  # Connection: close, or a body without a length
+            else:  # Connection: close, a body without a length, or more than an answer: the next request's is not in it
                 self.is_closing = True
             exchange.take_end()
             self._connection.set_reading(True)

@@ -458,3 +458,42 @@ def test_a_cancel_is_a_reset_and_later_frames_are_ignored() -> None:
     client.receive(raw_http2.data(b"late", END_STREAM))
     assert client.told == [(0, "head 200")]
     assert not client.http.is_closing
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nab"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "is_kept"),
+    [
+        ((OK,), True),
+        ((b"HTTP/1.1 100 Continue\r\n\r\n" + OK,), True),
+        ((OK + OK,), False),
+        ((OK + b"HTT",), False),
+        ((OK, b"HTT"), False),
+        ((OK, OK), False),
+        ((OK, b"\r\n"), False),
+    ],
+)
+def test_http1_connections_that_say_more_than_an_answer_get_no_further_request(
+    pieces: tuple[bytes, ...], is_kept: bool
+) -> None:
+    """The next request's answer would be what is left of this one's."""
+    ends: list[UpstreamFault | None] = []
+
+    class Reader:
+        def on_head(self, head: AnswerHead) -> None: ...
+        def on_data(self, data: bytes) -> None: ...
+        def on_end(self, fault: UpstreamFault | None) -> None:
+            ends.append(fault)
+
+    async def feed() -> None:
+        connection = Connection(address_of("http://h:1", None, (b"http/1.1",)), b"http/1.1")
+        transport = FakeTransport(connection)
+        connection.http.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
+        for piece in pieces:
+            transport.feed(piece)
+        assert connection.http.room == int(is_kept)
+
+    asyncio.run(feed())
+    assert ends == [None]
