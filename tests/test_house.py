@@ -15,24 +15,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_000, 38),
-    "server/api": (6300, 19),
-    "server/batches": (1010, 3),
-    "server/commands": (2500, 14),
-    "server/gate": (2870, 9),
-    "server/ledger": (2280, 8),
-    "server/listening": (1300, 5),
-    "server/observing": (2880, 11),
+    "server": (14_005, 37),
+    "server/api": (6050, 18),
+    "server/batches": (965, 3),
+    "server/commands": (2355, 13),
+    "server/gate": (2810, 8),
+    "server/ledger": (2040, 7),
+    "server/listening": (1240, 5),
+    "server/observing": (2570, 10),
     "server/upstream": (1670, 6),
-    "server/wire": (4910, 14),
-    "core": (16_670, 42),
-    "gpu": (12_530, 39),
-    "gpu/cpu_kernels": (5110, 12),
-    "gpu/kernels": (2980, 7),
-    "gpu/parallel": (795, 5),
-    "bench": (9820, 37),
+    "server/wire": (4810, 14),
+    "core": (16_660, 41),
+    "gpu": (11_800, 35),
+    "gpu/cpu_kernels": (5105, 12),
+    "gpu/kernels": (2830, 7),
+    "gpu/parallel": (765, 5),
+    "bench": (9730, 37),
 }
-TEST_LINES = 67_800
+TEST_LINES = 67_840
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
