@@ -88,15 +88,15 @@ class _Http1:
                     break
                 if isinstance(event, h11.ConnectionClosed):
                     raise ConnectionFault(Http2ErrorCode.NO_ERROR, "It has closed the connection.")
-                self._tell(event)
+                if self._exchange is None:  # its reader has called it off
+                    break
+                self._tell(self._exchange, event)
                 if isinstance(event, h11.EndOfMessage):
                     break
         except h11.RemoteProtocolError as error:
             raise ConnectionFault(Http2ErrorCode.NO_ERROR, f"It does not speak HTTP/1.1: {error}.") from error
 
-    def _tell(self, event: Any) -> None:
-        exchange = self._exchange
-        assert exchange is not None, "an answer's end is the last of its events"
+    def _tell(self, exchange: Exchange, event: Any) -> None:
         if isinstance(event, h11.Response):
             exchange.take_head(AnswerHead(event.status_code, tuple(event.headers)))
         elif isinstance(event, h11.Data):
