@@ -111,9 +111,9 @@ class Operators:
     def add_norm(self, x: Tensor, added: Tensor, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + scale * added, its norm); without a weight the sum twice. x and added: [tokens, hidden].
 
-        The product is rounded first, as checkpoints' own code does: with `alpha` torch rounds it or not by its place.
+        Scaled sums are of floats: in bf16 torch rounds the product before it adds, or not, by an element's place.
         """
-        x = x + (added if scale == 1 else added * scale)
+        x = x + added if scale == 1 else torch.add(x.float(), added.float(), alpha=scale).to(x.dtype)
         return x, x if weight is None else self.norm(x, weight)
 
     def rotate_and_store(

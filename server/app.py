@@ -482,7 +482,7 @@ class App:
         if exchange.request.query and route.operations:
             known_names = {name for operation in route.operations for name in operation.query}
             unknown = parse_qs(exchange.request.query, keep_blank_values=True).keys() - known_names
-            self.metrics.count_unknown_fields(sorted(unknown)[:MAX_UNKNOWN_FIELDS])
+            self.metrics.count_hidden_fields(min(len(unknown), MAX_UNKNOWN_FIELDS))
         if route.is_counted:
             await self._handle_counted(route, exchange)
         else:

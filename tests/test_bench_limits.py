@@ -144,7 +144,7 @@ def test_the_work_of_packed_matrices_is_that_of_their_floats(tmp_path: Path, tin
 
 def test_a_directory_without_a_model_is_a_cause_and_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(tmp_path), "--quick"]) == 2
-    assert "Fix: name a model directory" in capsys.readouterr().err
+    assert "Fix: name a Hugging Face model directory, or a .gguf file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -291,9 +291,13 @@ class Metrics:
             if name not in self.unknown_fields:
                 logger.debug("the unknown field %s is ignored", name)
             self.unknown_fields[name] += 1
-        if num_others:
-            logger.debug("%d unknown fields are ignored, whose names are not shown", num_others)
-            self.unknown_fields[OTHER_FIELDS] += num_others
+        self.count_hidden_fields(num_others)
+
+    def count_hidden_fields(self, num: int) -> None:
+        """Unknown ones whose names may be text or keys, as those of a query."""
+        if num:
+            logger.debug("%d unknown fields are ignored, whose names are not shown", num)
+            self.unknown_fields[OTHER_FIELDS] += num
 
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
         began_s, memory_bytes = self._clock(), resident_bytes()

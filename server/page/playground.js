@@ -51,7 +51,7 @@ function pythonOf(value) {
 /** @param {Record<string, any>} body @param {boolean} hasKey it is named, never shown */
 function curlOf(body, hasKey) {
   const lines = [`curl -N ${location.origin}${PATH}`, `-H 'content-type: application/json'`];
-  if (hasKey) lines.push(`-H "authorization: Bearer $STEPLOOP_KEY"`);
+  if (hasKey) lines.push(`-H "authorization: Bearer $API_KEY"`);
   return [...lines, `-d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`].join(" \\\n  ");
 }
 
@@ -61,7 +61,7 @@ const pythonCodeOf = (body, hasKey) => `import json, os, urllib.request
 body = {
 ${Object.entries(body).map(([name, value]) => `    ${JSON.stringify(name)}: ${pythonOf(value)},`).join("\n")}
 }
-headers = {"content-type": "application/json"${hasKey ? `, "authorization": f"Bearer {os.environ['STEPLOOP_KEY']}"` : ""}}
+headers = {"content-type": "application/json"${hasKey ? `, "authorization": f"Bearer {os.environ['API_KEY']}"` : ""}}
 request = urllib.request.Request("${location.origin}${PATH}", json.dumps(body).encode(), headers)
 with urllib.request.urlopen(request) as answer:
     for line in answer:

@@ -330,7 +330,7 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
             code = page.evaluate("document.getElementById('code').textContent")
             assert key not in code
             ran = subprocess.run(
-                [*command, code], env=os.environ | {"STEPLOOP_KEY": key}, capture_output=True, check=True, timeout=30
+                [*command, code], env=os.environ | {"API_KEY": key}, capture_output=True, check=True, timeout=30
             )
             printed = ran.stdout.decode()
             if kind == "curl":
