@@ -22,7 +22,7 @@ BUDGETS = {
     "server/gate": (2810, 8),
     "server/ledger": (2040, 7),
     "server/listening": (1240, 5),
-    "server/observing": (2570, 10),
+    "server/observing": (2575, 10),
     "server/upstream": (1670, 6),
     "server/wire": (4810, 14),
     "core": (16_660, 41),
