@@ -14,7 +14,7 @@
 #                   ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time; then
 #                   20 times during a batch of 10,000 lines (a minute)
-# make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, Cohere's, guidellm, with npm Vercel's
+# make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, Cohere's, guidellm, lm-eval, with npm Vercel's
 #                   AI SDK and openai) in .venv/clients, environments of their own: tests ask a server through them, and are skipped without
 # make storm        clients that misbehave beside 2,500 requests that do not, over real sockets (two minutes), then a million
 #                   random cancels against the simulated server (10 minutes); nobody is harmed, and nothing may be left
@@ -95,7 +95,7 @@ CLIENTS := $(VENV)/clients
 AI_SDK := @ai-sdk/openai-compatible@2.0.92 ai@6.0.326 openai@7.57.0 zod@4.6.7
 
 .PHONY: clients
-clients: $(CLIENTS)/.installed $(CLIENTS)/guidellm/.installed
+clients: $(CLIENTS)/.installed $(CLIENTS)/evaluators/.installed
 
 $(CLIENTS)/.installed: tests/e2e/clients/requirements.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv $(CLIENTS)
@@ -103,12 +103,12 @@ $(CLIENTS)/.installed: tests/e2e/clients/requirements.txt | $(VENV)/bin/python
 	! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(CLIENTS) $(AI_SDK)
 	@touch $@
 
-# guidellm takes torch and transformers from .venv
+# guidellm and lm-eval take torch and transformers from .venv
 SITE_PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-$(CLIENTS)/guidellm/.installed: tests/e2e/clients/guidellm.txt | $(VENV)/.installed-test $(CLIENTS)/.installed
-	$(VENV)/bin/python -m venv $(CLIENTS)/guidellm
-	$(VENV)/bin/python $(SITE_PACKAGES) > $$($(CLIENTS)/guidellm/bin/python $(SITE_PACKAGES))/shared.pth
-	$(CLIENTS)/guidellm/bin/python -m pip install --quiet --no-deps --requirement $<
+$(CLIENTS)/evaluators/.installed: tests/e2e/clients/evaluators.txt | $(VENV)/.installed-test $(CLIENTS)/.installed
+	$(VENV)/bin/python -m venv $(CLIENTS)/evaluators
+	$(VENV)/bin/python $(SITE_PACKAGES) > $$($(CLIENTS)/evaluators/bin/python $(SITE_PACKAGES))/shared.pth
+	$(CLIENTS)/evaluators/bin/python -m pip install --quiet --no-deps --requirement $<
 	@touch $@
 
 FUZZ_SECONDS ?= 60

@@ -19,7 +19,8 @@ from tests.server.running_server import run
 from tests.server.test_embeddings import STYLE
 
 HERE, INSTALLED = Path(__file__).parent / "clients", Path(sys.prefix) / "clients"
-PYTHON, GUIDELLM = INSTALLED / "bin" / "python", INSTALLED / "guidellm" / "bin" / "guidellm"
+PYTHON = INSTALLED / "bin" / "python"
+GUIDELLM, LM_EVAL = (INSTALLED / "evaluators" / "bin" / name for name in ("guidellm", "lm_eval"))
 LIMIT_S = 120.0  # for a program that hangs
 HAS_AI_SDK = shutil.which("node") is not None and (INSTALLED / "node_modules" / "ai").is_dir()
 ANSWER, ADA = "It is 21 °C.", {"name": "Ada", "born": 1815}
@@ -107,3 +108,45 @@ def test_guidellm_measures_each_of_its_requests(demo: ServerProcess, tmp_path: P
     requests = benchmark["requests"]
     assert (len(requests["successful"]), requests["errored"], requests["incomplete"]) == (5, [], [])
     assert {one["output_tokens"] for one in requests["successful"]} == {8}
+
+
+QUESTIONS = [{"question": f"{a} + {a} =", "choices": [f" {2 * a}", f" {2 * a + 1}"], "answer": 0} for a in range(1, 5)]
+CHOOSING = """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+SAYING = """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.mark.skipif(not LM_EVAL.is_file(), reason="needs lm-eval: make clients")
+@pytest.mark.parametrize(
+    ("kind", "path", "task"),
+    [("completions", "completions", CHOOSING), ("chat-completions", "chat/completions", SAYING)],
+)
+def test_lm_eval_scores_all_of_its_documents(
+    demo: ServerProcess, tmp_path: Path, kind: str, path: str, task: str
+) -> None:
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
+    files = (
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/questions.jsonl}}}}\ntest_split: test"
+    )
+    (tmp_path / "sums.yaml").write_text(f"task: sums\n{files}\n{task}")
+    model = f"model={DEMO_NAME},base_url={demo.url}/v1/{path},tokenizer={DEMO_DIRECTORY},num_concurrent=2"
+    command = [str(LM_EVAL), "--model", f"local-{kind}", "--model_args", model, "--tasks", "sums"]
+    command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
+    command += ["--apply_chat_template"] if kind.startswith("chat") else []
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "OPENAI_API_KEY": "none"}
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S, env=environment, cwd=tmp_path)
+    (samples,) = (tmp_path / "out").rglob("samples_sums_*.jsonl")
+    assert len(samples.read_text().splitlines()) == len(QUESTIONS)
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert set(json.loads(results.read_text())["results"]) == {"sums"}
