@@ -26,8 +26,9 @@ def test_lag_is_noted_while_long_bodies_are_posted() -> None:
     name, posted_per_s, *waits = uvloop.run(lag.measure("4,080 messages", 0.5)).values()
     assert name == "4,080 messages"
     assert float(posted_per_s or 0) > 0
-    assert len(waits) == 6
-    assert all(float(wait or 0) > 0 for wait in waits)
+    assert len(waits) == 9
+    assert all(float(wait or 0) > 0 for wait in waits[:6])
+    assert all(float(wait or 0) >= 0 for wait in waits[6:]), "what was computed can be less than the clock shows"
 
 
 def test_memory_beyond_the_cache_and_the_promise_is_told() -> None:
