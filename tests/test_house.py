@@ -15,24 +15,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_005, 37),
-    "server/api": (6050, 18),
-    "server/batches": (965, 3),
-    "server/commands": (2355, 13),
-    "server/gate": (2810, 8),
-    "server/ledger": (2040, 7),
-    "server/listening": (1240, 5),
-    "server/observing": (2575, 10),
-    "server/upstream": (1670, 6),
-    "server/wire": (4810, 14),
-    "core": (16_660, 41),
-    "gpu": (11_800, 35),
-    "gpu/cpu_kernels": (5105, 12),
-    "gpu/kernels": (2830, 7),
+    "server": (14_405, 39),
+    "server/api": (6200, 20),
+    "server/batches": (1005, 5),
+    "server/commands": (2415, 15),
+    "server/gate": (2890, 10),
+    "server/ledger": (2100, 9),
+    "server/listening": (1280, 7),
+    "server/observing": (2825, 12),
+    "server/upstream": (1750, 8),
+    "server/wire": (4870, 16),
+    "core": (17_360, 43),
+    "gpu": (12_400, 37),
+    "gpu/cpu_kernels": (5505, 14),
+    "gpu/kernels": (3030, 9),
     "gpu/parallel": (765, 5),
-    "bench": (9730, 37),
+    "bench": (9980, 39),
 }
-TEST_LINES = 67_880
+TEST_LINES = 69_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
