@@ -8,9 +8,10 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import unquote
 
 from core.tool_formats import (
     JsonArguments,
@@ -837,28 +838,35 @@ def _literal_scalar(word: str) -> str:
 
 def parameter_types(schema: Schema, name: str) -> frozenset[str]:
     """The JSON types that a parameter may have; empty: its schema does not say."""
-    return _types(schema.get("properties", {}).get(name, {}), schema, depth=0)
+    named = [one["properties"][name] for one in _joined(schema, schema) if name in one.get("properties", ())]
+    return frozenset[str]().union(*(_types(one, schema) for one in named))
 
 
-def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return frozenset()
+def _types(schema: Any, root: Schema) -> frozenset[str]:
     found: set[str] = set()
-    declared = schema.get("type")
-    found.update([declared] if isinstance(declared, str) else declared or ())
-    if schema.get("nullable") is True and found:
-        found.add("null")
-    for value in (*schema.get("enum", ()), *((schema["const"],) if "const" in schema else ())):
-        found.add(_TYPE_NAMES.get(type(value), "null"))
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key, ()):
-            found |= _types(one, root, depth + 1)
+    for one in _joined(schema, root):
+        declared = one.get("type")
+        found.update([declared] if isinstance(declared, str) else declared or ())
+        if one.get("nullable") is True and declared:
+            found.add("null")
+        for value in (*one.get("enum", ()), *((one["const"],) if "const" in one else ())):
+            found.add(_TYPE_NAMES.get(type(value), "null"))
+    return frozenset(found)
+
+
+def _joined(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
+    """A schema, and those that it refers to or combines."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return
+    yield schema
+    joined = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
     if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#/"):
         target: Any = root
-        for part in pointer[2:].split("/"):
+        for part in unquote(pointer[2:]).split("/"):
             target = target.get(part.replace("~1", "/").replace("~0", "~"), {}) if isinstance(target, Mapping) else {}
-        found |= _types(target, root, depth + 1)
-    return frozenset(found)
+        joined.append(target)
+    for one in joined:
+        yield from _joined(one, root, depth + 1)
 
 
 def typed(text: str, types: frozenset[str]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, zip_longest
 from typing import Any
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -499,13 +500,13 @@ def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHAR
 def _target(root: Any, pointer: str, param: str) -> Any:
     """What a reference within the schema points to (RFC 6901).
 
-    The library follows more: anchors, and pointers with escapes of URLs. They would lead past the bounds on depth.
+    The library follows more: anchors. They would lead past the bounds on depth.
 
     Raises:
         InvalidRequest: it is not found, or is written in such a way.
     """
-    first, *parts = pointer[1:].split("/")
-    found: Any = None if first or "%" in pointer else root
+    first, *parts = unquote(pointer[1:]).split("/")
+    found: Any = None if first else root
     for part in parts:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
@@ -676,6 +677,8 @@ def _as_held(schema: Any, room: _Room) -> Any:
         keyword: value for keyword, value in schema.items() if keyword not in _TOLD and not _EXTENSION.match(keyword)
     }
     made.pop("uniqueItems", None)  # false
+    if "$ref" in made:
+        made["$ref"] = quote(unquote(made["$ref"]), safe="#/$~")
     if "pattern" in made:
         made["pattern"] = _as_read(made["pattern"])
     if "patternProperties" in made:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 from core.answer_parts import NAME, parameter_types, typed
 from core.constraints import escapes_in
@@ -52,6 +53,7 @@ _TERMINALS = r"""
 TEXT: /(?s:.*)/
 INTEGER: /-?(0|[1-9][0-9]{0,17})/
 NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
+PARAMETER: /[A-Za-z_][A-Za-z0-9_.\-]{0,63}/
 PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"|'([^'\\\x00-\x1f]|\\["'\\nrt])*'/
 """
 
@@ -278,39 +280,51 @@ class _Writer:
         if isinstance(call.arguments, JsonArguments):
             return f"{inline_json(tool.schema, tool.is_strict)} {_quoted(call.end)}"
         try:
-            schemas = _objects(tool.schema, tool.place) if tool.is_strict else [reduced_schema(tool.schema)]
+            schemas = _objects(tool.schema, tool.place)
+            if not tool.is_strict:
+                schemas = [reduced_schema(one) for one in schemas]
             arguments = [self._properties_of(tool, one) for one in schemas]
         except CannotHold:
             if tool.is_strict:
                 raise
-            names = [one for one in schemas[0].get("properties", ()) if _spelled(call.arguments, one) is not None]
-            required = [one for one in schemas[0].get("required", ()) if one in names]
-            least = {"properties": dict.fromkeys(names, _ANY), "required": required}
+            least = reduced_schema(tool.schema)
+            names = [one for one in least.get("properties", ()) if _spelled(call.arguments, one) is not None]
+            least["properties"] = dict.fromkeys(names, _ANY)
+            least["required"] = [one for one in least.get("required", ()) if one in names]
             arguments = [self._properties_of(tool, least)]
         return f"({' | '.join(arguments)}) {_quoted(call.end)}"
 
     def _properties_of(self, tool: Tool, parameters: Schema) -> str:
         """Args: parameters: an alternative of the tool's."""
         assert isinstance(self._form.call, NamedCall), "it names the function first"
+        is_open = parameters.get("additionalProperties", True) is not False and not parameters.get("properties")
         match self._form.call.arguments:
             case TaggedArguments() as form:
-                return self._tagged(form, tool, parameters)
+                return self._tagged(form, tool, parameters, is_open and not tool.is_strict)
+            case LiteralArguments() as form if is_open and not tool.is_strict:
+                value = self._literal_value(form, _ANY, tool.place, tool.schema)
+                some = _listed(f"PARAMETER {_quoted(form.assign)} {value}", _separator(form), _ANY)
+                return f"{some} {_quoted(form.end)}"
             case LiteralArguments() as form:
                 pairs = self._pairs(form, parameters, tool.place, tool.schema, form.assign)
                 return f"{pairs} {_quoted(form.end)}"
             case _:
                 raise AssertionError("JSON is written whole")
 
-    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema) -> str:
+    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema, is_open: bool) -> str:
+        """Args: is_open: the parameters have any names."""
         required = parameters.get("required", ())
         gap = "\n" if form.has_newlines else ""
+        before = form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
+        end = gap + form.value_end + "\n"
+        if is_open:
+            value = self._bare_value([_TEXT], end, tool.place, _ANY, frozenset())
+            return f"({_quoted(form.key_begin)} PARAMETER {_quoted(before)} {value})*"
         parts = []
         for name, schema in _properties(form, parameters, tool.place).items():
-            begin = form.key_begin + name + form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
-            types = parameter_types({**tool.schema, **parameters}, name)
-            path = f"{tool.place}.properties.{name}"
-            value = self._tagged_value(schema, gap + form.value_end + "\n", path, tool.schema, types)
-            parts.append(f"({_quoted(begin)} {value}){'' if name in required else '?'}")
+            path, types = f"{tool.place}.properties.{name}", parameter_types(tool.schema, name)
+            value = self._tagged_value(schema, end, path, tool.schema, types)
+            parts.append(f"({_quoted(form.key_begin + name + before)} {value}){'' if name in required else '?'}")
         return " ".join(parts)
 
     def _tagged_value(self, schema: Schema, end: str, path: str, root: Schema, types: frozenset[str]) -> str:
@@ -363,7 +377,7 @@ class _Writer:
             is_inner: they are of an object within the arguments.
         """
         required = schema.get("required", ())
-        separator = _quoted(", " if form.has_escapes else ",")
+        separator = _separator(form)
         first = rest = '""'
         for name, one in reversed(_properties(form, schema, path, is_inner).items()):
             value = self._literal_value(form, one, f"{path}.properties.{name}", root)
@@ -392,7 +406,7 @@ class _Writer:
 
     def _literal_of_type(self, form: LiteralArguments, schema: Schema, path: str, root: Schema) -> str:
         kind = schema.get("type")
-        quote, separator = form.quotes[-1], _quoted(", " if form.has_escapes else ",")
+        quote, separator = form.quotes[-1], _separator(form)
         if (values := _values(schema, path, "" if form.has_escapes else quote)) is not None:
             return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
         _check(schema, path)
@@ -462,7 +476,7 @@ def _merged(schema: Any, path: str, root: Schema) -> dict[str, Any]:
             if key == "allOf":
                 waiting += [(key, each) for each in one]
             elif key == "$ref":
-                match = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(one))
+                match = re.fullmatch(r"#/(\$defs|definitions)/([^/~]+)", unquote(str(one)))
                 waiting.append((key, root.get(match[1], {}).get(match[2]) if match else None))
             elif key not in _IGNORED_KEYWORDS | {"$defs", "definitions"} and found.setdefault(key, one) != one:
                 raise CannotHold(path, keyword)
@@ -501,16 +515,17 @@ def _listed(item: str, separator: str, schema: Schema) -> str:
 
 def _objects(schema: Schema, path: str) -> Sequence[Schema]:
     """The alternatives of a function's parameters. Raises CannotHold: they are bound by more than their names."""
-    known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | _IGNORED_KEYWORDS
-    num_required = len(schema.get("required", ()))
-    branches = schema["anyOf"] if "anyOf" in schema and "properties" not in schema else [schema]
-    for one in branches:
-        others = one.keys() - known - ({"minProperties"} if one.get("minProperties", 0) <= num_required else set())
-        if others or (one is not schema and one.get("type") != "object"):
-            raise CannotHold(path, min(others, default="anyOf"))
-    if others := schema.keys() - known - {"anyOf"} if branches != [schema] else ():
+    whole = _merged(schema, path, schema)
+    branches = [_merged(one, path, schema) for one in whole.pop("anyOf", ())]
+    if others := whole.keys() - {"type"} if branches else ():
         raise CannotHold(path, min(others))
-    return branches
+    for one in branches or [whole]:
+        others = one.keys() - _KEYWORDS["object"] - {"type"}
+        if one.get("minProperties", 0) <= len(one.get("required", ())):
+            others -= {"minProperties"}
+        if others or one.get("type") != "object":
+            raise CannotHold(path, min(others, default="anyOf"))
+    return branches or [whole]
 
 
 def _bare(value: Any) -> str:
@@ -607,6 +622,10 @@ def _escaped(*regexes: str) -> list[str]:
     return [one.replace("/", r"\/") for one in regexes]
 
 
+def _separator(form: LiteralArguments) -> str:
+    return _quoted(", " if form.has_escapes else ",")
+
+
 def _literal(form: LiteralArguments, value: Any) -> str:
     if form.has_escapes:
         return _json(value) if isinstance(value, str) else repr(value)
@@ -637,6 +656,8 @@ def reduced_schema(schema: Any) -> Any:
     if "properties" in schema:
         made["properties"] = {name: reduced_schema(one) for name, one in schema["properties"].items()}
         made["required"] = [name for name in schema.get("required", ()) if name in made["properties"]]
+    if "additionalProperties" in schema:
+        made["additionalProperties"] = schema["additionalProperties"] is not False
     if "items" in schema:
         made["items"] = reduced_schema(schema["items"])
     return made
