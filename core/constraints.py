@@ -585,7 +585,7 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
-    properties, required = schema.get("properties", {}), schema.get("required", ())
+    properties, required = schema.get("properties", {}), set(schema.get("required", ()))
     if isinstance(properties, dict) and len(properties) - len(required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
     if isinstance(properties, dict) and _counts_optional(schema):
@@ -718,13 +718,13 @@ def _are_apart(schemas: Sequence[Any]) -> bool:
 
 def _counts_optional(schema: Mapping[str, Any]) -> bool:
     """Whether it says how many of its optional properties there are, which the library cannot hold by itself."""
-    num_optional = len(schema.get("properties", {})) - len(schema.get("required", ()))
+    num_optional = len(schema.get("properties", {})) - len(set(schema.get("required", ())))
     return num_optional > 0 and ("maxProperties" in schema or schema.get("minProperties", 0) > 1)
 
 
 def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, Any]]:
     """The same object with each choice of its optional properties."""
-    required, properties = schema.get("required", ()), schema["properties"]
+    required, properties = set(schema.get("required", ())), schema["properties"]
     sizes = {name: 2 * len(name) + len(_json(one)) for name, one in properties.items()}
     optional = [name for name in properties if name not in required]
     least, most = (schema.get(name) for name in ("minProperties", "maxProperties"))

@@ -521,7 +521,7 @@ def _objects(schema: Schema, path: str) -> Sequence[Schema]:
         raise CannotHold(path, min(others))
     for one in branches or [whole]:
         others = one.keys() - _KEYWORDS["object"] - {"type"}
-        if one.get("minProperties", 0) <= len(one.get("required", ())):
+        if one.get("minProperties", 0) <= len(set(one.get("required", ()))):
             others -= {"minProperties"}
         if others or one.get("type") != "object":
             raise CannotHold(path, min(others, default="anyOf"))

@@ -299,6 +299,7 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         ({"properties": {"a": {"enum": [1, 10**22]}}}, "response_format.properties.a.enum is beyond 2**53"),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, "less than 1 apart"),
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
+        ({"required": ["a", "a"], "minProperties": 2}, "response_format.minProperties is more than what is required"),
         ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
         ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
         ({"const": [[10**30]]}, "response_format.const is beyond 2**53"),
