@@ -804,6 +804,7 @@ class Scheduler:
         rate += sum([1 / tokens_left(mean, *one) - 1 / mean for one in decoding if one[0] > 2 * mean])
         self._outlook = Outlook(
             step_cost_s=cost_s,
+            fit=self.step_cost.fit,
             max_sequences=limits.max_sequences,
             max_batch_tokens=limits.max_batch_tokens,
             num_kv_tokens=limits.num_blocks * limits.block_size,

@@ -20,7 +20,18 @@ FORBIDDEN = {
 
 # core decides and does no I/O: it may import what does none, and of some modules only the names given.
 CORE_MODULES = {"core", "jinja2", "llguidance", "msgspec", "numpy", "tokenizers"} | {
-    *("__future__", "abc", "bisect", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal"),
+    *(
+        "__future__",
+        "abc",
+        "array",
+        "bisect",
+        "collections",
+        "contextlib",
+        "contextvars",
+        "copy",
+        "dataclasses",
+        "decimal",
+    ),
     *("enum", "fractions", "functools", "hashlib", "heapq", "hmac", "itertools", "json", "math", "operator", "re"),
     *("string", "struct", "types", "typing", "unicodedata", "weakref", "zlib"),
 }
