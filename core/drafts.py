@@ -37,6 +37,7 @@ from core.types import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+SELDOM_FROM = 8  # so many decodes: one whose text did not repeat itself is looked at in every second step, then third
 FEW_ROWS = 4  # of a draft model's step: they cost what one costs
 TURNED = 0.002  # of a share that is too low to be tried, towards the first one, a step
 
@@ -157,7 +158,14 @@ class Drafts:
         if not self.speculates or budget.is_empty:
             return {}
         decodes = [*plain, *others]
-        able = [s for s in decodes if self._may_draft(s)]
+        every = 1 + len(decodes) // SELDOM_FROM if self._model is None else 1
+        able = [
+            s
+            for s in decodes
+            if s.drafter is not None
+            and (s.drafter.last is not None or s.forced or (len(s.token_ids) + s.slot) % every == 0)
+            and self._may_draft(s)
+        ]
         if not able:
             return {}
         work = StepWork(own_tokens=len(plain), own_kv=sum([sequence.num_computed_tokens + 1 for sequence in plain]))
@@ -198,7 +206,7 @@ class Drafts:
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Whether it can go back to before a wrong draft: recurrent layers to where the row began, in its own slot."""
-        if sequence.drafter is None or sequence.num_in_flight or len(sequence.token_ids) == sequence.num_prompt_tokens:
+        if sequence.num_in_flight or len(sequence.token_ids) == sequence.num_prompt_tokens:
             return False
         num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
         return not self._is_recurrent or (num_behind == 1 and sequence.state_source is None)

@@ -82,11 +82,13 @@ def test_each_further_row_takes_so_many_calls(engine: type[EngineUnderTest], num
 
 @pytest.mark.parametrize("num_rows", [8, 32])
 def test_looking_for_a_draft_where_nothing_repeats_takes_so_many_calls_a_row(num_rows: int) -> None:
-    """Its newest run is noted once, and looked for in its own text and in its tenant's recent answers."""
+    """Its newest run is noted once, and looked for in its own text and in its tenant's recent answers: not in each step
+    of many rows."""
     noise = {"vocab_size": 1 << 19}
     plain, looking = measure(num_rows, **noise), measure(num_rows, **noise, max_drafts=32, few_tokens=8)
-    assert looking.num_calls - plain.num_calls <= 7.5 * num_rows + 20
-    assert looking.num_builtin_calls - plain.num_builtin_calls <= 16 * num_rows + 20
+    looks = num_rows / (1 + num_rows // 8)
+    assert looking.num_calls - plain.num_calls <= 7 * looks + 20
+    assert looking.num_builtin_calls - plain.num_builtin_calls <= 10 * num_rows + 30
 
 
 def instructions_beside_a_queue(num_waiting: int, deadline_s: float | None) -> float:
