@@ -104,8 +104,14 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
         models += [ModelSettings(name=name, path=at) for name, at in found.items()]
     adapters = [one for one in config.models if one.adapter_of is not None]  # of none that the list names
     for i, model in enumerate(models):
-        of_model = {one.name: one.path for one in adapters if one.adapter_of == model.name}
-        models[i] = structs.replace(model, adapters=model.adapters | of_model)
+        of_model = [one for one in adapters if one.adapter_of == model.name]
+        for one in of_model:
+            if (model.path is None) != (one.path is None):
+                cause = f"the adapter {one.name!r} in {path} "
+                cause += "has no path" if one.path is None else "has a path, and upstreams answer for its model"
+                fix = "name the adapter's directory where its model has a path, and only there"
+                raise StartupError(cause, fix, ExitCode.CONFIGURATION)
+        models[i] = structs.replace(model, adapters={one.name: one.path for one in of_model})
     adapters = [one for one in adapters if not any(one.name in model.adapters for model in models)]
     config = replace(config, models=tuple(models))
     config = replace(config, loras=(*config.loras, *_own_adapters(config, adapters, path)))

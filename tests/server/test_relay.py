@@ -681,9 +681,10 @@ _HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), ra
         [raw_http2.ping()] * 500,
         [raw_http2.window_update(2**31 - 1)],
         [_HEAD_3, *[raw_http2.data(b"", 0, 3)] * 2000],
+        [_HEAD_3, *[raw_http2.window_update(1)] * 6000],
         [raw_http2.headers(ResponseEncoder().encode([(b":status", b"103")]), raw_http2.END_HEADERS, 3)] * 2000,
     ],
-    ids=range(13),
+    ids=range(14),
 )
 async def test_whatever_an_upstream_says_in_http2_its_request_ends(frames: list[raw_http2.Frame]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
