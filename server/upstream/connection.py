@@ -97,7 +97,9 @@ class _Http1:
             raise ConnectionFault(Http2ErrorCode.NO_ERROR, f"It does not speak HTTP/1.1: {error}.") from error
 
     def _tell(self, exchange: Exchange, event: Any) -> None:
-        if isinstance(event, h11.Response):
+        if isinstance(event, h11.InformationalResponse):
+            exchange.take_nothing()
+        elif isinstance(event, h11.Response):
             exchange.take_head(AnswerHead(event.status_code, tuple(event.headers)))
         elif isinstance(event, h11.Data):
             exchange.take_data(bytes(event.data))

@@ -365,6 +365,11 @@ class Pool:
         now_s = self._loop.time()
         return self.settings.path is None and not any(one.takes_requests(now_s) for one in self.upstreams)
 
+    @property
+    def silence_tells(self) -> bool:
+        """A stream whose head does not come is one of a server that hangs: our own send comments."""
+        return self.settings.trusted
+
     def error_of(self, fault: UpstreamFault) -> ServiceError:
         """For a client whose request an upstream has failed, perhaps in the middle of its answer."""
         message = f"The server behind this one failed: {fault}. Try again."

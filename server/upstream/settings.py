@@ -67,7 +67,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         upstreams: servers that answer for it, instead.
         adapter_of: the model, of this list or of the process itself, that the LoRA adapter in `path` adapts; without a
             path its upstreams have the adapter, under this name.
-        adapters: that are of this model: by name, with their paths. parse_models finds them, no file has the field.
+        adapters: that are of this model: by name, with their paths, of the list's other entries; no file has the field.
         aliases: other names for it.
         keep_alive: how long its process stays after a request: "10m"; 0: it ends at once; -1: it always stays.
         settings: of its process, as the file's own: of the model and of the engine.
@@ -225,36 +225,14 @@ def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
     """[[models]] of the TOML file at `path`. Raises StartupError, which names the model and the field."""
     if not isinstance(tables, list):
         raise StartupError(f"models in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
-    models = _with_adapters([_parse_model(table, i, path) for i, table in enumerate(tables, 1)], path)
+    models = tuple(_parse_model(table, i, path) for i, table in enumerate(tables, 1))
     refuse_same_names([name for model in models for name in model.names], str(path))
     for model in models:
         for name in model.fallbacks:
-            if name == model.name or name not in {one.name for one in models}:
+            if name == model.name or name not in {one.name for one in models if one.adapter_of is None}:
                 cause = f"the model {model.name!r} in {path} has the fallback {name!r}, which is no other of [[models]]"
                 raise StartupError(cause, "name another model of the list", ExitCode.CONFIGURATION)
     return models
-
-
-def _with_adapters(models: Sequence[ModelSettings], path: Path) -> tuple[ModelSettings, ...]:
-    """Each model with its adapters; those of a model that is not in the list stay, for the process's own."""
-    own: dict[str, dict[str, str | None]] = {one.name: {} for one in models if one.adapter_of is None}
-    others = list[ModelSettings]()
-    refuse_same_names([one.name for one in models], str(path))
-    for model in models:
-        if model.adapter_of is None:
-            continue
-        base = next((one for one in models if one.name == model.adapter_of and one.adapter_of is None), None)
-        if base is None:
-            others.append(model)
-        elif (base.path is None) != (model.path is None):
-            cause = f"the adapter {model.name!r} in {path} "
-            cause += "has no path" if model.path is None else "has a path, and upstreams answer for its model"
-            fix = "name the adapter's directory where its model has a path, and only there"
-            raise StartupError(cause, fix, ExitCode.CONFIGURATION)
-        else:
-            own[base.name][model.name] = model.path
-    bases = [msgspec.structs.replace(one, adapters=own[one.name]) for one in models if one.adapter_of is None]
-    return (*bases, *others)
 
 
 def refuse_same_names(names: Sequence[str], place: str) -> None:
