@@ -8,10 +8,11 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from core.constraints import json_text, pointed
 from core.tool_formats import (
     JsonArguments,
     JsonCall,
@@ -621,7 +622,7 @@ class ToolCallParser(Parser):
             if form.value_begin:
                 yield from self._expect(form.value_begin)
             name = "".join(key).strip()
-            self._emit_arguments(f"{start}{_json(name)}: ")
+            self._emit_arguments(f"{start}{json_text(name)}: ")
             yield from self._tagged_value(form, parameter_types(schema, name))
             start = ", "
         self._emit_arguments("{}" if start == "{" else "}")
@@ -633,7 +634,7 @@ class ToolCallParser(Parser):
             yield from self._take("\n")
         if types <= {"string"}:
             self._emit_arguments('"')
-            yield from self._until(ends, lambda text: self._emit_arguments(_json(text)[1:-1]))
+            yield from self._until(ends, lambda text: self._emit_arguments(json_text(text)[1:-1]))
             self._emit_arguments('"')
             return
         value = (yield from self._tagged_json(form, types)) if types & {"array", "object"} else None
@@ -681,12 +682,12 @@ class ToolCallParser(Parser):
             yield from self._skip_whitespace()
             word = yield from self._matching(NAME)
             if word and (yield from self._take_after_whitespace(form.assign)):
-                self._emit_arguments(f"{start}{_json(word)}: ")
+                self._emit_arguments(f"{start}{json_text(word)}: ")
                 yield from self._literal(form, self._emit_arguments)
             else:
                 if (name := next(positional, None)) is None:
                     raise _Mismatch
-                self._emit_arguments(f"{start}{_json(name)}: ")
+                self._emit_arguments(f"{start}{json_text(name)}: ")
                 if word:
                     self._emit_arguments(_literal_scalar(word))
                 else:
@@ -699,7 +700,7 @@ class ToolCallParser(Parser):
         yield from self._skip_whitespace()
         if (quote := (yield from self._take(*form.quotes))) is not None:
             emit('"')
-            yield from self._literal_string(quote, form.has_escapes, lambda text: emit(_json(text)[1:-1]))
+            yield from self._literal_string(quote, form.has_escapes, lambda text: emit(json_text(text)[1:-1]))
             emit('"')
         elif (opening := (yield from self._take("[", "(", "{"))) is not None:
             yield from self._literal_collection(form, opening, emit)
@@ -723,7 +724,7 @@ class ToolCallParser(Parser):
                 key: list[str] = []
                 yield from self._literal(form, key.append)
                 text = "".join(key)
-                emit((text if text.startswith('"') else _json(text)) + ": ")
+                emit((text if text.startswith('"') else json_text(text)) + ": ")
                 yield from self._expect(":")
             yield from self._literal(form, emit)
             start = ", "
@@ -814,10 +815,6 @@ def _ignore(text: str) -> None:
     pass
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _literal_scalar(word: str) -> str:
     """A literal without quotes, as JSON: what is no number and no constant is a string."""
     if word in _WORDS:
@@ -825,40 +822,44 @@ def _literal_scalar(word: str) -> str:
     if _JSON_NUMBER.fullmatch(word) and math.isfinite(float(word)):
         return word
     try:
-        return _json(int(word))
+        return json_text(int(word))
     except ValueError:
         pass
     try:
         number = float(word)
     except ValueError:
-        return _json(word)
-    return _json(number) if math.isfinite(number) else _json(word)
+        return json_text(word)
+    return json_text(number) if math.isfinite(number) else json_text(word)
 
 
 def parameter_types(schema: Schema, name: str) -> frozenset[str]:
     """The JSON types that a parameter may have; empty: its schema does not say."""
-    return _types(schema.get("properties", {}).get(name, {}), schema, depth=0)
+    named = [one["properties"][name] for one in _joined(schema, schema) if name in one.get("properties", ())]
+    return frozenset[str]().union(*(_types(one, schema) for one in named))
 
 
-def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return frozenset()
+def _types(schema: Any, root: Schema) -> frozenset[str]:
     found: set[str] = set()
-    declared = schema.get("type")
-    found.update([declared] if isinstance(declared, str) else declared or ())
-    if schema.get("nullable") is True and found:
-        found.add("null")
-    for value in (*schema.get("enum", ()), *((schema["const"],) if "const" in schema else ())):
-        found.add(_TYPE_NAMES.get(type(value), "null"))
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key, ()):
-            found |= _types(one, root, depth + 1)
-    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#/"):
-        target: Any = root
-        for part in pointer[2:].split("/"):
-            target = target.get(part.replace("~1", "/").replace("~0", "~"), {}) if isinstance(target, Mapping) else {}
-        found |= _types(target, root, depth + 1)
+    for one in _joined(schema, root):
+        declared = one.get("type")
+        found.update([declared] if isinstance(declared, str) else declared or ())
+        if one.get("nullable") is True and declared:
+            found.add("null")
+        for value in (*one.get("enum", ()), *((one["const"],) if "const" in one else ())):
+            found.add(_TYPE_NAMES.get(type(value), "null"))
     return frozenset(found)
+
+
+def _joined(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
+    """A schema, and those that it refers to or combines."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return
+    yield schema
+    joined = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
+    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#/"):
+        joined.append(pointed(root, pointer))
+    for one in joined:
+        yield from _joined(one, root, depth + 1)
 
 
 def typed(text: str, types: frozenset[str]) -> str:
@@ -868,15 +869,15 @@ def typed(text: str, types: frozenset[str]) -> str:
     try:
         parsed = json.loads(value, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        return _json(text)
+        return json_text(text)
     kind = _TYPE_NAMES[type(parsed)]
     if kind == "string":  # strings are written bare: its quotes are its own
-        return _json(text)
+        return json_text(text)
     if kind in types or (kind == "integer" and "number" in types):
         return value
     if kind == "number" and "integer" in types and parsed.is_integer():  # not of infinity: 1e999
-        return _json(int(parsed))
-    return _json(text)
+        return json_text(int(parsed))
+    return json_text(text)
 
 
 def _refuse_constant(name: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, zip_longest
 from typing import Any
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -303,7 +304,7 @@ def tagged_text(
             raise InvalidRequest(f"{param}: no tag begins with the trigger {trigger[:MAX_SHOWN]!r}.", param)
         left -= set(begun)
         whole = " | ".join(_tag_in_lark(tags[number], len(trigger)) for number in begun)
-        lines += [f"lead_{i}[lazy]: TEXT {_json(trigger)}", f"tagged_{i}: lead_{i} ({whole})"]
+        lines += [f"lead_{i}[lazy]: TEXT {json_text(trigger)}", f"tagged_{i}: lead_{i} ({whole})"]
         tagged.append(f"tagged_{i}")
     for number in left:
         raise InvalidRequest(f"{param}: {tags[number].begin[:MAX_SHOWN]!r} begins with none of the triggers.", param)
@@ -319,13 +320,13 @@ def _tag_in_lark(tag: Tag, num_begun: int) -> str:
     if isinstance(content, GrammarSpec):
         options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes_in(content.source)}
         schema = {**json.loads(content.source), "x-guidance": options}
-        inner = f"%json {_json(schema)}"
+        inner = f"%json {json_text(schema)}"
     else:
-        inner = _json(content)
-    return f"({_json(tag.begin[num_begun:])} {inner} {_json(tag.end)})"
+        inner = json_text(content)
+    return f"({json_text(tag.begin[num_begun:])} {inner} {json_text(tag.end)})"
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -496,22 +497,25 @@ def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHAR
         raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {why}.", param)
 
 
-def _target(root: Any, pointer: str, param: str) -> Any:
-    """What a reference within the schema points to (RFC 6901).
+def pointed(root: Any, pointer: str) -> Any:
+    """What a reference within the schema points to (RFC 6901); None: nothing.
 
-    The library follows more: anchors, and pointers with escapes of URLs. They would lead past the bounds on depth.
-
-    Raises:
-        InvalidRequest: it is not found, or is written in such a way.
+    The library follows more: anchors. They would lead past the bounds on depth.
     """
-    first, *parts = pointer[1:].split("/")
-    found: Any = None if first or "%" in pointer else root
+    first, *parts = unquote(pointer[1:]).split("/")
+    found: Any = None if first else root
     for part in parts:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
             found = found[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(found) else None
         else:
-            found = found.get(name) if isinstance(found, dict) else None
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _target(root: Any, pointer: str, param: str) -> Any:
+    """Raises InvalidRequest: there is no such schema."""
+    found = pointed(root, pointer)
     if not isinstance(found, dict | bool):
         shown = pointer[:MAX_SHOWN]
         place = _place_of(root, pointer, param)
@@ -584,7 +588,7 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
-    properties, required = schema.get("properties", {}), schema.get("required", ())
+    properties, required = schema.get("properties", {}), set(schema.get("required", ()))
     if isinstance(properties, dict) and len(properties) - len(required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
     if isinstance(properties, dict) and _counts_optional(schema):
@@ -676,6 +680,8 @@ def _as_held(schema: Any, room: _Room) -> Any:
         keyword: value for keyword, value in schema.items() if keyword not in _TOLD and not _EXTENSION.match(keyword)
     }
     made.pop("uniqueItems", None)  # false
+    if "$ref" in made:
+        made["$ref"] = quote(unquote(made["$ref"]), safe="#/$~")
     if "pattern" in made:
         made["pattern"] = _as_read(made["pattern"])
     if "patternProperties" in made:
@@ -709,20 +715,20 @@ def _are_apart(schemas: Sequence[Any]) -> bool:
         values = one.get("enum", [one["const"]] if "const" in one else []) if isinstance(one, dict) else []
         if not values or any(isinstance(value, float | list | dict) for value in values):
             return False
-        seen += {_json(value) for value in values}
+        seen += {json_text(value) for value in values}
     return len(seen) == len(set(seen)) > 0
 
 
 def _counts_optional(schema: Mapping[str, Any]) -> bool:
     """Whether it says how many of its optional properties there are, which the library cannot hold by itself."""
-    num_optional = len(schema.get("properties", {})) - len(schema.get("required", ()))
+    num_optional = len(schema.get("properties", {})) - len(set(schema.get("required", ())))
     return num_optional > 0 and ("maxProperties" in schema or schema.get("minProperties", 0) > 1)
 
 
 def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, Any]]:
     """The same object with each choice of its optional properties."""
-    required, properties = schema.get("required", ()), schema["properties"]
-    sizes = {name: 2 * len(name) + len(_json(one)) for name, one in properties.items()}
+    required, properties = set(schema.get("required", ())), schema["properties"]
+    sizes = {name: 2 * len(name) + len(json_text(one)) for name, one in properties.items()}
     optional = [name for name in properties if name not in required]
     least, most = (schema.get(name) for name in ("minProperties", "maxProperties"))
     for count in range(len(optional) + 1):
@@ -730,5 +736,5 @@ def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, An
             for chosen in combinations(optional, count):
                 names = [name for name in properties if name in required or name in chosen]
                 kept = {keyword: schema[keyword] for keyword in ("type", "additionalProperties")}
-                room.take(len(_json(kept)) + sum(sizes[name] for name in names))
+                room.take(len(json_text(kept)) + sum(sizes[name] for name in names))
                 yield {**kept, "properties": {name: properties[name] for name in names}, "required": names}

@@ -4,7 +4,6 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Whatever the
 reads as calls whose arguments fit the functions' schemas. No I/O. Thread: any.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,12 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 from core.answer_parts import NAME, parameter_types, typed
-from core.constraints import escapes_in
+from core.constraints import ANNOTATIONS, escapes_in, json_text, pointed
 from core.errors import InvalidRequest
 from core.shortest_answer import fitting_values
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
+WrittenOut = TaggedArguments | LiteralArguments  # each parameter by itself
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # What can be held of a value that is not written as JSON: other types' keywords say nothing of it
@@ -36,7 +36,6 @@ _BESIDE_VALUES = {"type", "enum", "const", "minItems", "maxItems", "required", *
 _ANY: Schema = {}
 _TEXT: Schema = {"type": "string"}
 _MOST = 10**18 - 1  # of INTEGER
-_IGNORED_KEYWORDS = {"title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor"}
 # What a parameter's bare text may not be, by the other types that it may have: it would be read as one of them
 _READ_AS = {
     "null": "[Nn](one|ull)",
@@ -52,6 +51,7 @@ _TERMINALS = r"""
 TEXT: /(?s:.*)/
 INTEGER: /-?(0|[1-9][0-9]{0,17})/
 NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
+PARAMETER: /[A-Za-z_][A-Za-z0-9_.\-]{0,63}/
 PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"|'([^'\\\x00-\x1f]|\\["'\\nrt])*'/
 """
 
@@ -143,7 +143,7 @@ def allowed_calls(
     if writer.begin in special:
         lead = f"{text} {writer.literal(writer.begin)}"
     else:
-        lead = f"{text} " * bool(free_ids) + writer.rule("lead[lazy]", f"TEXT {_quoted(writer.begin)}")
+        lead = f"{text} " * bool(free_ids) + writer.rule("lead[lazy]", f"TEXT {json_text(writer.begin)}")
     return writer.grammar(f"{text} | {lead} {writer.section(call, '')}")
 
 
@@ -175,7 +175,7 @@ def harmony_answers(
             raise InvalidRequest(f"{words} Leave it out.", param, "unsupported_parameter")
     rules = []
     for i, tool in enumerate(tools):
-        recipient, arguments = _quoted(f" to=functions.{tool.name}"), inline_json(tool.schema, tool.is_strict)
+        recipient, arguments = json_text(f" to=functions.{tool.name}"), inline_json(tool.schema, tool.is_strict)
         header = f'({recipient} {channel} "commentary" | {channel} "commentary" {recipient}) kind'
         rules.append(f"call_{i}: {header} {message} {arguments}{'' if ids['call'] in eos_ids else ' ' + call_end}")
     next_message = f'{message} MESSAGE_TEXT {end} {start} "assistant"'
@@ -214,18 +214,18 @@ class _Writer:
         """Special tokens are no text to the grammar."""
         if text in self._special:
             return f"<[{self._special[text]}]>"
-        return _quoted(text)
+        return json_text(text)
 
     def section(self, call: str, begin: str) -> str:
         form = self._form
-        end = f"{_quoted(form.pad)} {self.literal(form.end)}" if form.end and not form.opens_answer else '""'
+        end = f"{json_text(form.pad)} {self.literal(form.end)}" if form.end and not form.opens_answer else '""'
         if form.brackets is None:
-            body = f"{_quoted(form.pad)} {call} {end}"
-            more = self._more(f"{_quoted(form.before)} {self.literal(self.begin)} {body}")
+            body = f"{json_text(form.pad)} {call} {end}"
+            more = self._more(f"{json_text(form.before)} {self.literal(self.begin)} {body}")
             return f"{self.literal(begin)} {body} {more}"
         marks = form.brackets
-        more = self._more(f"{_quoted(marks.separator + ' ')} {call}")
-        return f"{self.literal(begin)} {_quoted(form.pad + marks.begin)} {call} {more} {_quoted(marks.end)} {end}"
+        more = self._more(f"{json_text(marks.separator + ' ')} {call}")
+        return f"{self.literal(begin)} {json_text(form.pad + marks.begin)} {call} {more} {json_text(marks.end)} {end}"
 
     def opened(self, tools: Sequence[Tool]) -> str:
         """Calls that open the answer, or text that does not begin as they do, perhaps with calls behind a mark.
@@ -240,17 +240,17 @@ class _Writer:
             if isinstance(form.call, JsonCall):
                 head = f'{_BLANK}{_TYPED_HEAD}{_key("name")}"{re.escape(tool.name)}"{_BLANK},{_BLANK}'
                 head += f"{_key(form.call.arguments_key)}"
-                rest = f"{inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
+                rest = f"{inline_json(tool.schema, tool.is_strict)} {json_text('}')}"
             else:
                 head = f"{_BLANK}\\[{_BLANK}{re.escape(tool.name)}{_BLANK}\\("
                 rest = self._arguments(tool)
             self._rules.append(f"HEAD_{i}: /{head}/")
             firsts.append(self.rule(f"first_{i}", f"HEAD_{i} {rest}"))
-        mark, more = re.escape(form.begins[0]), self._more(f"{_quoted(form.brackets.separator + ' ')} {call}")
+        mark, more = re.escape(form.begins[0]), self._more(f"{json_text(form.brackets.separator + ' ')} {call}")
         begins = _JSON_BEGINS if isinstance(form.call, JsonCall) else _LIST_BEGINS
         excluded = begins.replace("NAMES", names)
         self._rules.append(f"FREE: /(?s:.*)/ & ~/{excluded}(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
-        calls = f"({' | '.join(firsts)}) {more} {_quoted(form.brackets.end)}"
+        calls = f"({' | '.join(firsts)}) {more} {json_text(form.brackets.end)}"
         marked = f"FREE {self.literal(self.begin)} {self.section(call, '')}" if self.begin in self._special else ""
         return self.grammar(" | ".join(filter(None, (calls, "FREE", marked))))
 
@@ -267,50 +267,58 @@ class _Writer:
     def _call(self, tool: Tool) -> str:
         call = self._form.call
         if isinstance(call, JsonCall):
-            head = f'{{"name": {_json(tool.name)}, "{call.arguments_key}": '
-            return f"{_quoted(head)} {inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
-        return f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
+            head = f'{{"name": {json_text(tool.name)}, "{call.arguments_key}": '
+            return f"{json_text(head)} {inline_json(tool.schema, tool.is_strict)} {json_text('}')}"
+        return f"{json_text(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
 
     def _arguments(self, tool: Tool) -> str:
         """What follows a named call's name, with its end."""
         call = self._form.call
         assert isinstance(call, NamedCall), "it names the function first"
         if isinstance(call.arguments, JsonArguments):
-            return f"{inline_json(tool.schema, tool.is_strict)} {_quoted(call.end)}"
+            return f"{inline_json(tool.schema, tool.is_strict)} {json_text(call.end)}"
         try:
-            schemas = _objects(tool.schema, tool.place) if tool.is_strict else [reduced_schema(tool.schema)]
-            arguments = [self._properties_of(tool, one) for one in schemas]
+            schemas = _objects(tool.schema, tool.place)
+            if not tool.is_strict:
+                schemas = [reduced_schema(one) for one in schemas]
+            arguments = [self._properties_of(call.arguments, tool, one) for one in schemas]
         except CannotHold:
             if tool.is_strict:
                 raise
-            names = [one for one in schemas[0].get("properties", ()) if _spelled(call.arguments, one) is not None]
-            required = [one for one in schemas[0].get("required", ()) if one in names]
-            least = {"properties": dict.fromkeys(names, _ANY), "required": required}
-            arguments = [self._properties_of(tool, least)]
-        return f"({' | '.join(arguments)}) {_quoted(call.end)}"
+            least = reduced_schema(tool.schema)
+            names = [one for one in least.get("properties", ()) if _spelled(call.arguments, one) is not None]
+            least["properties"] = dict.fromkeys(names, _ANY)
+            least["required"] = [one for one in least.get("required", ()) if one in names]
+            arguments = [self._properties_of(call.arguments, tool, least)]
+        return f"({' | '.join(arguments)}) {json_text(call.end)}"
 
-    def _properties_of(self, tool: Tool, parameters: Schema) -> str:
+    def _properties_of(self, form: WrittenOut, tool: Tool, parameters: Schema) -> str:
         """Args: parameters: an alternative of the tool's."""
-        assert isinstance(self._form.call, NamedCall), "it names the function first"
-        match self._form.call.arguments:
-            case TaggedArguments() as form:
-                return self._tagged(form, tool, parameters)
-            case LiteralArguments() as form:
-                pairs = self._pairs(form, parameters, tool.place, tool.schema, form.assign)
-                return f"{pairs} {_quoted(form.end)}"
-            case _:
-                raise AssertionError("JSON is written whole")
+        is_open = parameters.get("additionalProperties", True) is not False and not parameters.get("properties")
+        is_open &= not tool.is_strict
+        if isinstance(form, TaggedArguments):
+            return self._tagged(form, tool, parameters, is_open)
+        if is_open:
+            value = self._literal_value(form, _ANY, tool.place, tool.schema)
+            pairs = _listed(f"PARAMETER {json_text(form.assign)} {value}", _separator(form), _ANY)
+        else:
+            pairs = self._pairs(form, parameters, tool.place, tool.schema, form.assign)
+        return f"{pairs} {json_text(form.end)}"
 
-    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema) -> str:
+    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema, is_open: bool) -> str:
+        """Args: is_open: the parameters have any names."""
         required = parameters.get("required", ())
         gap = "\n" if form.has_newlines else ""
+        before = form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
+        end = gap + form.value_end + "\n"
+        if is_open:
+            value = self._bare_value([_TEXT], end, tool.place, _ANY, frozenset())
+            return f"({json_text(form.key_begin)} PARAMETER {json_text(before)} {value})*"
         parts = []
         for name, schema in _properties(form, parameters, tool.place).items():
-            begin = form.key_begin + name + form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
-            types = parameter_types({**tool.schema, **parameters}, name)
-            path = f"{tool.place}.properties.{name}"
-            value = self._tagged_value(schema, gap + form.value_end + "\n", path, tool.schema, types)
-            parts.append(f"({_quoted(begin)} {value}){'' if name in required else '?'}")
+            path, types = f"{tool.place}.properties.{name}", parameter_types(tool.schema, name)
+            value = self._tagged_value(schema, end, path, tool.schema, types)
+            parts.append(f"({json_text(form.key_begin + name + before)} {value}){'' if name in required else '?'}")
         return " ".join(parts)
 
     def _tagged_value(self, schema: Schema, end: str, path: str, root: Schema, types: frozenset[str]) -> str:
@@ -321,7 +329,7 @@ class _Writer:
         for keyword in {"anyOf", "oneOf"} & schema.keys():
             if any(not parameter_types({**root, "properties": {"": one}}, "") for one in schema[keyword]):
                 raise CannotHold(path, keyword)  # JSON of any type, which is read as a string
-        return f"{inline_json({**definitions, **schema})} {_quoted(end)}"
+        return f"{inline_json({**definitions, **schema})} {json_text(end)}"
 
     def _bare_value(
         self, schemas: Sequence[Schema], end: str, path: str, definitions: Schema, types: frozenset[str]
@@ -333,7 +341,7 @@ class _Writer:
         for schema in schemas:
             kind = schema.get("type", "string")
             if (values := _values(schema, path, end.strip())) is not None:
-                texts += [_quoted(text) for one in values if typed(text := _bare(one), types) == _json(one)]
+                texts += [json_text(text) for one in values if typed(text := _bare(one), types) == json_text(one)]
             elif kind == "string":
                 _check(schema, path)
                 text = _string_regex(schema, end, path)
@@ -343,13 +351,13 @@ class _Writer:
                 is_bounded = kind in _KEYWORDS and bool(_KEYWORDS[kind] & schema.keys())
                 texts.append(f"/{_number_regex(schema, path)}/" if is_bounded else _BARE_SCALARS[kind])
             elif kind in ("array", "object"):
-                others.append(f"{inline_json({**definitions, **schema})} {_quoted(end)}")
+                others.append(f"{inline_json({**definitions, **schema})} {json_text(end)}")
             else:
                 raise CannotHold(path, next(iter(schema), "type"))
         if texts:
             name = f"VALUE_{len(self._rules)}"
             self._rules.append(f"{name}: {' | '.join(texts)}")
-            others.append(self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", name))
+            others.append(self.rule(f"text_{len(self._rules)}[suffix={json_text(end)}]", name))
         if not others:
             raise CannotHold(path, "enum", "Each of its texts is read as another value")
         return f"({' | '.join(others)})"
@@ -363,12 +371,12 @@ class _Writer:
             is_inner: they are of an object within the arguments.
         """
         required = schema.get("required", ())
-        separator = _quoted(", " if form.has_escapes else ",")
+        separator = _separator(form)
         first = rest = '""'
         for name, one in reversed(_properties(form, schema, path, is_inner).items()):
             value = self._literal_value(form, one, f"{path}.properties.{name}", root)
             head = f"{_spelled(form, name, is_inner)}{assign}"
-            pair = self.rule(f"pair_{len(self._rules)}", f"{_quoted(head)} {value}")
+            pair = self.rule(f"pair_{len(self._rules)}", f"{json_text(head)} {value}")
             is_required = name in required
             first = f"{pair} {rest}" + ("" if is_required else f" | {first}")
             rest = f"{separator} {pair} {rest}" if is_required else f"({separator} {pair})? {rest}"
@@ -392,9 +400,9 @@ class _Writer:
 
     def _literal_of_type(self, form: LiteralArguments, schema: Schema, path: str, root: Schema) -> str:
         kind = schema.get("type")
-        quote, separator = form.quotes[-1], _quoted(", " if form.has_escapes else ",")
+        quote, separator = form.quotes[-1], _separator(form)
         if (values := _values(schema, path, "" if form.has_escapes else quote)) is not None:
-            return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
+            return f"({' | '.join(json_text(_literal(form, one)) for one in values)})"
         _check(schema, path)
         own = schema.keys() & _KEYWORDS.get(str(kind), set())
         if own and (kind in ("integer", "number") or (kind == "string" and form.has_escapes)):  # Python's are JSON's
@@ -406,17 +414,15 @@ class _Writer:
                 text = "TEXT"
                 if own:
                     self._rules.append(f"{(text := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, quote, path)}")
-                return f"{_quoted(quote)} {self.rule(f'text_{len(self._rules)}[suffix={_quoted(quote)}]', text)}"
-            case "integer":
-                return "INTEGER"
-            case "number":
-                return "NUMBER"
+                return f"{json_text(quote)} {self.rule(f'text_{len(self._rules)}[suffix={json_text(quote)}]', text)}"
+            case "integer" | "number":
+                return str(kind).upper()
             case "boolean" | "null":
                 values = [True, False] if kind == "boolean" else [None]
-                return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
+                return f"({' | '.join(json_text(_literal(form, one)) for one in values)})"
             case "array":
                 item = self._literal_value(form, schema.get("items", {}), f"{path}.items", root)
-                return f"{_quoted('[')} {_listed(item, separator, schema)} {_quoted(']')}"
+                return f"{json_text('[')} {_listed(item, separator, schema)} {json_text(']')}"
             case "object":
                 assign = ": " if form.has_escapes else ":"
                 more = schema.get("additionalProperties", True)
@@ -425,8 +431,8 @@ class _Writer:
                 else:  # names are free
                     name = self._literal_value(form, _TEXT, path, root)
                     value = self._literal_value(form, more, path, root)
-                    pairs = _listed(f"({name} {_quoted(assign)} {value})", separator, _ANY)
-                return f"{_quoted('{')} {pairs} {_quoted('}')}"
+                    pairs = _listed(f"({name} {json_text(assign)} {value})", separator, _ANY)
+                return f"{json_text('{')} {pairs} {json_text('}')}"
             case _:
                 raise CannotHold(path, min(schema, default="anyOf"))
 
@@ -462,9 +468,8 @@ def _merged(schema: Any, path: str, root: Schema) -> dict[str, Any]:
             if key == "allOf":
                 waiting += [(key, each) for each in one]
             elif key == "$ref":
-                match = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(one))
-                waiting.append((key, root.get(match[1], {}).get(match[2]) if match else None))
-            elif key not in _IGNORED_KEYWORDS | {"$defs", "definitions"} and found.setdefault(key, one) != one:
+                waiting.append((key, pointed(root, str(one))))
+            elif key not in ANNOTATIONS and found.setdefault(key, one) != one:
                 raise CannotHold(path, keyword)
     return found
 
@@ -482,7 +487,7 @@ def _values(schema: Schema, path: str, mark: str) -> list[Any] | None:
         raise CannotHold(path, min(others))
     if not values:
         raise CannotHold(path, keyword, "None of its values fits what stands beside it")
-    _check_mark(_json(values), mark, path, keyword)
+    _check_mark(json_text(values), mark, path, keyword)
     return values
 
 
@@ -501,25 +506,24 @@ def _listed(item: str, separator: str, schema: Schema) -> str:
 
 def _objects(schema: Schema, path: str) -> Sequence[Schema]:
     """The alternatives of a function's parameters. Raises CannotHold: they are bound by more than their names."""
-    known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | _IGNORED_KEYWORDS
-    num_required = len(schema.get("required", ()))
-    branches = schema["anyOf"] if "anyOf" in schema and "properties" not in schema else [schema]
-    for one in branches:
-        others = one.keys() - known - ({"minProperties"} if one.get("minProperties", 0) <= num_required else set())
-        if others or (one is not schema and one.get("type") != "object"):
-            raise CannotHold(path, min(others, default="anyOf"))
-    if others := schema.keys() - known - {"anyOf"} if branches != [schema] else ():
+    whole = _merged(schema, path, schema)
+    branches = [_merged(one, path, schema) for one in whole.pop("anyOf", ())]
+    if others := whole.keys() - {"type"} if branches else ():
         raise CannotHold(path, min(others))
-    return branches
+    for one in branches or [whole]:
+        others = one.keys() - _KEYWORDS["object"] - {"type"}
+        if one.get("minProperties", 0) <= len(set(one.get("required", ()))):
+            others -= {"minProperties"}
+        if others or one.get("type") != "object":
+            raise CannotHold(path, min(others, default="anyOf"))
+    return branches or [whole]
 
 
 def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)
+    return value if isinstance(value, str) else json_text(value)
 
 
-def _properties(
-    form: TaggedArguments | LiteralArguments, schema: Schema, path: str, is_inner: bool = False
-) -> dict[str, Schema]:
+def _properties(form: WrittenOut, schema: Schema, path: str, is_inner: bool = False) -> dict[str, Schema]:
     """Raises CannotHold: the format cannot write one of them, or they lack what is required."""
     properties = dict(schema.get("properties", {}))
     if False in properties.values():
@@ -533,16 +537,15 @@ def _properties(
     return {name: {} if one is True else one for name, one in properties.items()}
 
 
-def _spelled(form: JsonArguments | TaggedArguments | LiteralArguments, name: str, is_inner: bool = False) -> str | None:
+def _spelled(form: WrittenOut, name: str, is_inner: bool = False) -> str | None:
     """A parameter's name, or a property's of an object within; None: it would be read as something else."""
-    match form:
-        case TaggedArguments(key_end=end):
-            return name if name == name.strip() and end not in name else None
-        case LiteralArguments(quotes=quotes, has_escapes=has_escapes) if is_inner:
-            return repr(name) if has_escapes else None if quotes[0] in name else quotes[0] + name + quotes[0]
-        case LiteralArguments():
-            return name if NAME.fullmatch(name) else None
-    return _json(name)
+    if isinstance(form, TaggedArguments):
+        return name if name == name.strip() and form.key_end not in name else None
+    if not is_inner:
+        return name if NAME.fullmatch(name) else None
+    if form.has_escapes:
+        return repr(name)
+    return None if form.quotes[0] in name else form.quotes[0] + name + form.quotes[0]
 
 
 def _check(schema: Schema, path: str) -> None:
@@ -607,9 +610,13 @@ def _escaped(*regexes: str) -> list[str]:
     return [one.replace("/", r"\/") for one in regexes]
 
 
+def _separator(form: LiteralArguments) -> str:
+    return json_text(", " if form.has_escapes else ",")
+
+
 def _literal(form: LiteralArguments, value: Any) -> str:
     if form.has_escapes:
-        return _json(value) if isinstance(value, str) else repr(value)
+        return json_text(value) if isinstance(value, str) else repr(value)
     quote = form.quotes[0]
     match value:
         case str():
@@ -619,12 +626,12 @@ def _literal(form: LiteralArguments, value: Any) -> str:
         case dict():
             return f"{{{','.join(f'{_literal(form, key)}:{_literal(form, one)}' for key, one in value.items())}}}"
         case _:
-            return _json(value)
+            return json_text(value)
 
 
 def inline_json(schema: Schema, is_strict: bool = True) -> str:
-    options = {**JSON_STYLE, "lenient": not is_strict, "json_allowed_escapes": escapes_in(_json(schema))}
-    return f"%json {_json({**schema, 'x-guidance': options})}"
+    options = {**JSON_STYLE, "lenient": not is_strict, "json_allowed_escapes": escapes_in(json_text(schema))}
+    return f"%json {json_text({**schema, 'x-guidance': options})}"
 
 
 def reduced_schema(schema: Any) -> Any:
@@ -637,6 +644,8 @@ def reduced_schema(schema: Any) -> Any:
     if "properties" in schema:
         made["properties"] = {name: reduced_schema(one) for name, one in schema["properties"].items()}
         made["required"] = [name for name in schema.get("required", ()) if name in made["properties"]]
+    if "additionalProperties" in schema:
+        made["additionalProperties"] = schema["additionalProperties"] is not False
     if "items" in schema:
         made["items"] = reduced_schema(schema["items"])
     return made
@@ -645,11 +654,3 @@ def reduced_schema(schema: Any) -> Any:
 def _key(name: str) -> str:
     """The expression of a JSON object's key."""
     return f'"{name}"{_BLANK}:{_BLANK}'
-
-
-def _quoted(text: str) -> str:
-    return _json(text)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

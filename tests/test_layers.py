@@ -36,7 +36,8 @@ CORE_MODULES = {"core", "jinja2", "llguidance", "msgspec", "numpy", "tokenizers"
     *("string", "struct", "types", "typing", "unicodedata", "weakref", "zlib"),
 }
 CORE_PARTS = {"codecs": {"getincrementaldecoder"}, "logging": {"getLogger"}, "sys": {"maxsize"}}
-CORE_IMPORTED_NAMES = {**CORE_PARTS, "datetime": {"datetime"}}  # with `from`, and not renamed
+# With `from`, and not renamed
+CORE_IMPORTED_NAMES = {**CORE_PARTS, "datetime": {"datetime"}, "urllib.parse": {"quote", "unquote"}}
 CORE_FORBIDDEN_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 # of the libraries above: files, the network, randomness and clocks
 CORE_FORBIDDEN_ATTRIBUTES = {

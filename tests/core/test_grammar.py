@@ -32,6 +32,7 @@ from core.grammar import Grammar, GrammarCompiler, Vocabulary
 from core.shortest_answer import shortest_answer
 from core.tool_formats import FORMATS as TOOL_FORMATS
 from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
+from tests.core.answer_texts import RENDER
 from tests.core.grammars import compiler, tokenizer
 from tests.core.random_schemas import SchemaMaker
 
@@ -298,6 +299,7 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         ({"properties": {"a": {"enum": [1, 10**22]}}}, "response_format.properties.a.enum is beyond 2**53"),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, "less than 1 apart"),
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
+        ({"required": ["a", "a"], "minProperties": 2}, "response_format.minProperties is more than what is required"),
         ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
         ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
         ({"const": [[10**30]]}, "response_format.const is beyond 2**53"),
@@ -754,6 +756,40 @@ def test_what_a_format_cannot_hold_is_named(form: str, schema: dict[str, Any], w
     required_calls(TOOL_FORMATS[form], [Tool("f", tool.schema, is_strict=False)])
 
 
+INNER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a%62", "$defs": {"ab": INNER}},
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": INNER}},
+        {"anyOf": [{"$ref": "#/$defs/a"}, {**INNER, "required": []}], "$defs": {"a": INNER}},
+        {"additionalProperties": True},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("form", ["xml", "glm", "gemma", "pythonic", "hermes"])
+def test_parameters_are_read_through_what_their_schema_refers_to(
+    form: str, schema: dict[str, Any], is_strict: bool
+) -> None:
+    whole = {"type": "object", **schema}
+    tool = strict(whole) if is_strict else Tool("f", whole, is_strict=False)
+    grammar = compiler().compile(
+        GrammarSpec(GrammarKind.LARK, required_calls(TOOL_FORMATS[form], [tool], most_calls=1), "tools")
+    )
+    is_open = "additionalProperties" in schema
+    call = RENDER[form]([("f", {"n": 7})])
+    assert taken(grammar, call) or (is_strict and is_open and form != "hermes")
+    for text in (call, *(sampled(grammar, random.Random(seed), most=100) for seed in range(8))):
+        if text is not None:
+            parser = ToolCallParser(TOOL_FORMATS[form], {"f": whole})
+            parts = [*parser.feed(text), *parser.close()]
+            assert not any(isinstance(part, Text) for part in parts)
+            check("".join(one.text for one in parts if isinstance(one, Arguments)), whole)
+
+
 @pytest.mark.parametrize(
     ("form", "names"),
     [("xml", ["a>b", " a", "a\n"]), ("glm", ["a</arg_key>b", "a "]), *((one, ["a b", "a=b", ""]) for one in LITERAL)],
@@ -832,3 +868,6 @@ def test_no_chain_of_references_gets_past_the_bounds(schema: dict[str, Any]) -> 
 def test_references_into_arrays_and_recursion_are_held() -> None:
     json_schema({"anyOf": [{"$ref": "#/anyOf/1"}, {"type": "integer"}]}, "schema")
     json_schema({"type": "object", "properties": {"next": {"$ref": "#"}}}, "schema")
+    for pointer in ("#/$defs/Größe [a|c]", "#/$defs/Gr%C3%B6%C3%9Fe%20%5Ba%7Cc%5D"):
+        schema = {"$defs": {"Größe [a|c]": {"const": 7}}, "type": "array", "items": {"$ref": pointer}, "minItems": 1}
+        assert taken(compiler().compile(json_schema(schema, PARAM)), "[7,7]")
