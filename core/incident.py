@@ -1,7 +1,7 @@
 """Why a request was slow: its minute runs again by simulation, as it was and without each cause in turn.
 
 A Course is what is recorded of a request while it runs: counts and times, no text and no token ids. `explain` runs the
-courses of a minute on the real scheduler, with the step times that the step-cost model has measured. Where that run
+courses of a minute on the real scheduler, with the step times that were measured. Where that run
 differs from what was measured by more than MOST_OFF, there is no verdict. Drafts, grammars' forced tokens, copies to
 the host and the loop's work are not simulated. Any thread; pure.
 """
@@ -9,12 +9,12 @@ the host and the loop's work are not simulated. Any thread; pure.
 import enum
 import math
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, Sa
 
 MAX_COURSES = 2048  # that are kept
 PREFIX_TOKENS, MAX_PREFIXES = 64, 512  # of a prompt, a digest for each so many tokens
-LEADS_S = (60.0, 20.0, 5.0, 0.0)  # before the request came: the longest that is small enough is run
+LEADS_S = (60.0, 20.0, 5.0, 0.0)  # before the request came, at most: the longest that is small enough is run
+SETTLING_S = 0.5  # before that, for those who decode: together they are no burst of prompts
 MOST_TOKENS, MOST_PROMPT_TOKENS, MOST_STEPS = 40_000, 1_000_000, 20_000  # of one run
 MOST_OFF, LEAST_OFF_S = 0.2, 0.02  # between the simulated time and the measured one
 SHARE, FIRST_TOKEN_SHARE = 0.1, 0.5  # of the whole time, or of that to the first token: from this on a cause counts
@@ -44,6 +45,7 @@ class Cause(enum.StrEnum):
     PREEMPTION = "preemption"  # it, or others, lost KV blocks and computed them again
     QUOTA_PAUSES = "quota_pauses"
     SLOW_READER = "slow_reader"  # its client did not take its answer
+    SLOW_STEPS = "slow_steps"  # steps took longer than the step-cost model predicts: another process, a compilation
     COLD_CACHE = "cold_cache"  # its prompt began as an earlier one, and was not in the prefix cache any more
 
 
@@ -52,6 +54,7 @@ _WHAT = {
     Cause.PREEMPTION: "preemption: KV blocks ran short, and what was in them was computed again",
     Cause.QUOTA_PAUSES: "its quota, which paused it",
     Cause.SLOW_READER: "its client, which read slowly",
+    Cause.SLOW_STEPS: "steps that took longer than such steps do: something else held the machine up",
     Cause.COLD_CACHE: "a cold cache: its prompt began as an earlier one, and was computed again",
 }
 
@@ -118,17 +121,43 @@ def _prefixes_of(request: Request) -> "array[int]":
     return found
 
 
-class Machine(NamedTuple):
+class Pace(NamedTuple):
+    """How far the engine was at a time: of EngineStats, and StepCostModel.fit."""
+
+    at_s: float
+    busy_s: float
+    predicted_s: float
+    fit: Features
+
+
+class Machine:
     """What ran the requests.
 
     Args:
-        fit: StepCostModel.fit.
+        paces: in order of time, at least one.
         inter_token_target: see EngineConfig.
     """
 
-    limits: RunnerLimits
-    fit: Features
-    inter_token_target: float | None
+    def __init__(self, limits: RunnerLimits, inter_token_target: float | None, paces: Sequence[Pace]) -> None:
+        self.limits, self.inter_token_target, self.fit = limits, inter_token_target, paces[-1].fit
+        self._ends_s = [one.at_s for one in paces[1:]]
+        self._speeds = [(first.fit, _slowness(first, second)) for first, second in pairwise(paces)]
+
+    def step_s(self, work: StepWork, at_s: float, is_held_up: bool) -> float:
+        """What a step takes.
+
+        Args:
+            at_s: when it begins.
+            is_held_up: as steps of that time were, against what was predicted.
+        """
+        i = bisect_left(self._ends_s, at_s)
+        fit, slowness = self._speeds[i] if i < len(self._speeds) else (self.fit, 1.0)
+        return predicted_s(fit, work, self.limits.few_tokens) * (slowness if is_held_up else 1.0)
+
+
+def _slowness(first: Pace, second: Pace) -> float:
+    spent_s, told_s = second.busy_s - first.busy_s, second.predicted_s - first.predicted_s
+    return spent_s / told_s if spent_s > 0 and told_s > 0 else 1.0
 
 
 class Outside(NamedTuple):
@@ -211,8 +240,13 @@ def explain(
     unknown = Explanation(id=owner, verdict="", cause=None, has_verdict=False, time_ms=_ms(time_s))
     if not any(one.num_tokens for one in own):
         return msgspec.structs.replace(unknown, verdict="No verdict: it ended before its first token.")
+    # Others that decoded when it came are run from then on; those whose prompt was not computed yet, from their submit
+    waiting = [one for one in lasting if one.submitted_s < start_s < one.ended_s and not _had_token(one, start_s)]
+    from_s = min([start_s, *(one.submitted_s for one in waiting)])
     for lead_s in LEADS_S:
-        minute = _Minute(lasting, own, start_s - lead_s, now_s, machine, on_step)
+        since_s = max(from_s, start_s - lead_s)
+        beside = [one for one in lasting if one.ended_s > since_s]
+        minute = _Minute(lasting, beside, own, since_s - SETTLING_S, now_s, machine, on_step)
         if minute.is_small:
             break
     else:
@@ -228,7 +262,7 @@ def explain(
     if abs(simulated_s - time_s) > max(LEAST_OFF_S, MOST_OFF * (end_s - start_s)):
         verdict = (
             f"No verdict: it took {_shown(time_s)}, and {_shown(simulated_s)} by simulation. Something that is not "
-            "simulated has made the difference: another process, a compilation, drafts, a grammar."
+            "simulated has made the difference: drafts, a grammar, copies of blocks, the event loop."
         )
         return msgspec.structs.replace(found, verdict=verdict)
     causes, without_all = [], minute.without(frozenset(Cause), was)
@@ -257,7 +291,7 @@ def _verdict(time_s: float, causes: Sequence[CauseCost], own: Sequence[Course], 
     if not counting:
         num_prompt, num_own = sum(one.num_prompt_tokens for one in own), sum(one.num_tokens for one in own)
         return (
-            f"None of the five causes has cost it a tenth of its {whole}: its own {num_prompt:,} prompt tokens and "
+            f"None of the causes has cost it a tenth of its {whole}: its own {num_prompt:,} prompt tokens and "
             f"{num_own:,} tokens take so long beside {num_beside:,} other requests."
         )
     parts = [_part(one) for one in counting]
@@ -266,7 +300,9 @@ def _verdict(time_s: float, causes: Sequence[CauseCost], own: Sequence[Course], 
 
 def _part(cost: CauseCost) -> str:
     first = (
-        f", {_shown(cost.first_token_cost_ms / 1e3)} of it before its first token" if cost.first_token_cost_ms else ""
+        f", {_shown(cost.first_token_cost_ms / 1e3)} of it before its first token"
+        if cost.first_token_cost_ms >= 1
+        else ""
     )
     return f"{_shown(cost.cost_ms / 1e3)} went to {_WHAT[cost.cause]}{first}"
 
@@ -292,12 +328,14 @@ class _Minute:
     """The courses from a time on, as requests of a simulation.
 
     Args:
-        courses: in order, all that were submitted before the end.
+        earlier: all that are kept, in order.
+        courses: of these, those to run.
         own: those whose time is asked for.
     """
 
     def __init__(
         self,
+        earlier: Sequence[Course],
         courses: Sequence[Course],
         own: Sequence[Course],
         from_s: float,
@@ -305,11 +343,11 @@ class _Minute:
         machine: Machine,
         on_step: Callable[[Scheduler], None],
     ) -> None:
-        self.courses = [_since(one, from_s, now_s) for one in courses if one.ended_s > from_s]
+        self.courses = [_since(one, from_s, now_s) for one in courses]
         self._own = [one.request_id for one in own]
         self._start_s, self._from_s = own[0].submitted_s - from_s, from_s
         self._machine, self._on_step = machine, on_step
-        self._known = {one.request_id: _num_known(one, courses) for one in own}
+        self._known = {one.request_id: _num_known(one, earlier) for one in own}
         self._is_stalled = {stall.cause for one in own for stall in one.stalls}
 
     @property
@@ -321,6 +359,7 @@ class _Minute:
         """The run without some causes; those that cannot have been are not run."""
         own = set(self._own)
         present = {cause for cause in causes if cause in self._is_stalled}
+        present |= {Cause.SLOW_STEPS} & causes
         if was.num_preemptions:
             present.add(Cause.PREEMPTION)
         if any(one.request_id not in own for one in self.courses):
@@ -356,6 +395,8 @@ class _Minute:
             self._cancels(),
             partial(_ReplayScheduler, free=free, preempts=preempts),
             self._on_step,
+            partial(machine.step_s, is_held_up=Cause.SLOW_STEPS not in without),
+            self._from_s,
         )
         traces = [simulation.traces[name] for name in self._own]
         for _ in range(MOST_STEPS):
@@ -373,7 +414,7 @@ class _Minute:
         return _Run(first_s, max(ends) + late_s - self._start_s, stats.num_steps, stats.num_preemptions)
 
     def _limits(self, preempts: bool) -> RunnerLimits:
-        limits, fit = self._machine.limits, self._machine.fit
+        limits, fit = self._machine.limits, self._machine.fit  # by which the scheduler plans
         num_each = -(-limits.max_model_len // limits.block_size)
         return replace(
             limits,
@@ -420,14 +461,18 @@ class _Minute:
         return [(one.ended_s - self._from_s, Cancel(one.request_id, FinishReason.CANCELLED)) for one in ended]
 
 
+def _had_token(course: Course, at_s: float) -> bool:
+    return course.first_token_s is not None and course.first_token_s < at_s
+
+
 def _since(course: Course, from_s: float, now_s: float) -> Course:
     """What there was of it from a time on: what it had computed before then is in the cache."""
     if course.submitted_s >= from_s:
         return course
-    first_s, end_s = course.first_token_s, min(course.ended_s, now_s)
-    if first_s is None or first_s >= from_s or end_s <= first_s:
+    end_s = min(course.ended_s, now_s)
+    if course.first_token_s is None or not _had_token(course, from_s) or end_s <= from_s:
         return replace(course, submitted_s=from_s)
-    num_left = math.ceil(course.num_tokens * (end_s - from_s) / (end_s - first_s))
+    num_left = math.ceil(course.num_tokens * (end_s - from_s) / (end_s - course.first_token_s))
     num_before = course.num_tokens - num_left
     stalls = [stall._replace(num_tokens=stall.num_tokens - num_before) for stall in course.stalls]
     num_prompt = course.num_prompt_tokens + num_before // course.num_sequences
@@ -482,9 +527,9 @@ class _ReplayScheduler(Scheduler):
 class _TimedRunner:
     """A core.plan.Runner whose steps take time and compute nothing: each token is one that nobody has had."""
 
-    def __init__(self, limits: RunnerLimits, machine: Machine, clock: SimulatedClock) -> None:
+    def __init__(self, limits: RunnerLimits, step_s: Callable[[StepWork, float], float], clock: SimulatedClock) -> None:
         self.limits = limits
-        self._machine, self._clock = machine, clock
+        self._step_s, self._clock = step_s, clock
         self._prompts: dict[int, int] = {}  # tokens, by slot
         self._free_s = 0.0  # when the device has finished all steps
         self._ends_s: deque[float] = deque()
@@ -496,8 +541,8 @@ class _TimedRunner:
         rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         for slot, start, length in rows:
             work.add(start, start + length, self._prompts[slot])
-        took_s = predicted_s(self._machine.fit, work, self.limits.few_tokens)
-        self._free_s = max(self._free_s, self._clock()) + took_s
+        self._free_s = max(self._free_s, self._clock())
+        self._free_s += self._step_s(work, self._free_s)
         self._ends_s.append(self._free_s)
         return plan
 
@@ -524,13 +569,15 @@ class _Replay(Simulation):
         messages: Iterable[tuple[float, Message]],
         scheduler: Callable[..., Scheduler],
         on_step: Callable[[Scheduler], None],
+        step_s: Callable[[StepWork, float], float],
+        from_s: float,
     ) -> None:
         super().__init__(
             limits,
             CostModel(),
             requests,
             on_step=on_step,
-            runner=lambda limits, _, clock: _TimedRunner(limits, machine, clock),
+            runner=lambda limits, _, clock: _TimedRunner(limits, lambda work, at_s: step_s(work, from_s + at_s), clock),
             inter_token_target=machine.inter_token_target,
             messages=messages,
             scheduler=scheduler,

@@ -147,11 +147,11 @@ class StepCostModel:
         num_tokens = end - start
         return a * max(0, num_tokens - num_few) + c * num_tokens + d * (end * (end + 1) - start * (start + 1)) / 2
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step; one of no duration is ignored."""
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """Learn from a step; one of no duration is ignored. Returns its prediction, before is_ready its duration."""
         self._has_prompt = work.prompt_tokens > 0
         if seconds <= 0:
-            return
+            return seconds
         predicted = self.predict(work)
         if self.is_ready and predicted > 0:
             self._note_excess(seconds / predicted - 1)
@@ -161,8 +161,10 @@ class StepCostModel:
         memory.note(features, seconds, self._weight(predicted, seconds))
         self._num_own = work.own_tokens or self._num_own
         self._num_observed += 1
+        was_ready = self.is_ready
         if memory.is_due or abs(predicted - seconds) > SURPRISE * seconds:
             self._solve()
+        return predicted if was_ready else seconds
 
     def observe_row(self, start: int, end: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step of one row; see StepWork.add."""

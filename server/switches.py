@@ -219,12 +219,13 @@ async def explain_request(exchange: Exchange, request_id: str, tenant: str | Non
         raise ServiceError(ErrorKind.CONFLICT, message, "request_in_progress")
     flight = known_flight(request_id, tenant, server.accounting.recorder)
     served, outlook = server.generations, server.stats.outlook
+    paces = [] if served is None or served.own is None else served.own.engine.paces()
     courses = [] if served is None else served.courses()
     own = [one for one in courses if one.owner == flight.request_id]
-    if served is None or served.limits is None or outlook is None or not own:
+    if served is None or served.limits is None or outlook is None or not (own and paces):
         message = "How the engine ran this request is not kept: an upstream answered it, or it was too long ago."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_kept")
-    machine, now_s = Machine(served.limits, outlook.fit, outlook.inter_token_target), server.clock.monotonic()
+    machine, now_s = Machine(served.limits, outlook.inter_token_target, paces), server.clock.monotonic()
     outside = _outside(flight, own[0].submitted_s, own[0].ended_s)
     name = flight.request_id
     found: Explanation = await _simulations.run(
