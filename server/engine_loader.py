@@ -562,7 +562,7 @@ def _shown_drafts(config: ServerConfig, plan: "MemoryPlan", head_bytes: int, lef
     if plan.device.device.type != "cpu" or config.tensor_parallel > 1:
         return "none: they are verified on a CPU, by one process"
     said = drafts_of(config, head_bytes > 0) + (f" ({format_size(head_bytes)})" if head_bytes else "")
-    return said + (f"; left out: {', '.join(left_out)}" if left_out else "")
+    return said + (f"; heads left out: {', '.join(left_out)}" if left_out else "")
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:

@@ -512,10 +512,10 @@ class Generation:
     def on_begin(self, choice: int, now_s: float) -> None:
         timings = self._timings
         if timings.first_token_s is None:
-            timings.first_token_s = now_s
-            self._shared.metrics.count_first_token(now_s - timings.accepted_s, self._own_model)
             opens_stream = self._output.is_streamed and not self._stream.head_sent  # a keep-alive may have opened it
-            timings.enter(Stage.FIRST_FLUSH if opens_stream else Stage.DECODE, now_s)
+            stage = Stage.FIRST_FLUSH if opens_stream else Stage.DECODE
+            timings.begin_decode(stage, now_s, self._prepared.tells_tokens)
+            self._shared.metrics.count_first_token(timings.ttft_s or 0.0, self._own_model)
             self._on(Event.FIRST_TOKEN)
         self._place.on_first_token(choice, now_s)
         self._num_decoding += 1
