@@ -254,7 +254,8 @@ class HugePages:
 def _advised(size_bytes: int) -> Tensor:
     """At least so many bytes, from a page's start on."""
     pages_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-    mapped = torch.frombuffer(mmap.mmap(-1, pages_bytes + PAGE_BYTES), dtype=torch.uint8)  # owns the mapping
+    memory = mmap.mmap(-1, pages_bytes + PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared has small pages
+    mapped = torch.frombuffer(memory, dtype=torch.uint8)  # owns the mapping
     first = -mapped.data_ptr() % PAGE_BYTES
     _madvise()(mapped.data_ptr() + first, pages_bytes, MADV_HUGEPAGE)
     return mapped[first : first + pages_bytes]

@@ -287,7 +287,7 @@ def _serve(vocabulary_file: int, most_tokens: int | None, source: IO[bytes], tar
 
     data = os.pread(vocabulary_file, os.fstat(vocabulary_file).st_size, 0)  # its offset is that of all
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
-    by_bytes = {data: token_id for token_id, data in enumerate(vocabulary.token_bytes)}
+    by_bytes = {one: token_id for token_id, one in enumerate(vocabulary.token_bytes) if len(one) == 1}
     compiler = GrammarCompiler(
         vocabulary,
         lambda text: [by_bytes[one] for byte in text.encode() if (one := bytes([byte])) in by_bytes],
