@@ -10,7 +10,8 @@
 # make wheels       what bench.gpu_check needs beside torch, triton and transformers, in build/wheels: for a machine with a
 #                   GPU and without a network, whose Python is WHEELS_FOR (3.12)
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
-#                   machine (15 minutes on two cores), 100,000 answers with calls, and a day of a gateway before 64 upstreams (2 minutes);
+#                   machine (15 minutes on two cores), 100,000 answers with calls, 1,000 swaps of models' processes (10 minutes), and a
+#                   day of a gateway before 64 upstreams (2 minutes);
 #                   ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time; then
 #                   20 times during a batch of 10,000 lines (a minute)

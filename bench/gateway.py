@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,11 @@ class Client:
         self._socket.sendall(self._request)
         begun_s, received, first_s = time.perf_counter(), b"", 0.0
         while not received.endswith(b"\r\n0\r\n\r\n"):
-            received += self._socket.recv(65536)
+            chunk = self._socket.recv(65536)
+            received += chunk
             if not first_s and received.count(b'"content":') > 1:  # the first has the role alone
                 first_s = time.perf_counter()
-            if not received.startswith(b"HTTP/1.1 200"[: len(received)]):
+            if not chunk or not received.startswith(b"HTTP/1.1 200"[: len(received)]):
                 raise CannotRun(f"The answer is {received[:200]!r}.", "run the server alone and look")
         return (first_s - begun_s) * 1e3, (time.perf_counter() - begun_s) * 1e3
 
@@ -146,17 +147,15 @@ def measure_hop(arguments: argparse.Namespace) -> Table:
     firsts: dict[str, list[float]] = {}
     lasts: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory, ways(Path(directory)) as ports:
-        clients = {name: Client(port) for name, port in ports.items()}
         for i in range(arguments.rounds + 1):
-            for name, client in clients.items():
-                told = [client.ask() for _ in range(NUM_EACH)]
+            for name, port in ports.items():  # a connection for each turn: servers close one after many requests
+                with closing(Client(port)) as client:
+                    _, *told = [client.ask() for _ in range(NUM_EACH + 1)]
                 if i:  # the first warms up
                     firsts.setdefault(name, []).extend(first for first, _ in told)
                     lasts.setdefault(name, []).extend(last for _, last in told)
-        for client in clients.values():
-            client.close()
     rows = []
-    for name in clients:
+    for name in firsts:
         row: dict[str, str | float | None] = {"way": name}
         for what, found in (("first", firsts), ("last", lasts)):
             for q in QUANTILES:

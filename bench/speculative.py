@@ -3,7 +3,8 @@
 The model computes every step; what it samples is replaced by the answers of a named set, so that a model with random
 weights repeats text as a trained one does; free text is this project's own prose. The pairs take turns, with drafts
 first in every other one; the first of each case warms up, and is not counted. All streams are counted while all of them
-decode. A second table replays answers with a share p of each draft's tokens right, up to a length.
+decode. A second table replays answers with a share p of each draft's tokens right, up to a length. The part `cost` has
+streams of noise, which no draft can meet: stretches of steps take turns to look for drafts, and not to.
 """
 
 import argparse
@@ -35,7 +36,8 @@ Script = tuple[tuple[int, ...], list[int]]  # a prompt and its answer
 RESAMPLED = 2000  # for the confidence interval
 LEAST_PAIRS = 1
 MANY_STREAMS = 16
-SHARE_OF_PAIRS = 0.75  # of the minutes, the rest for the replay
+STRETCH = 8  # steps
+NOISE_PROMPT = 16  # tokens
 DOCUMENTS = Path(__file__).parent.parent / "docs"
 
 
@@ -146,12 +148,7 @@ def speed(streams: Streams, scripts: Sequence[Script], num_tokens: int) -> float
     """Tokens per second of all of them together, while all decode: until one has its last."""
     runner: ScriptedRunner = streams.clocked._runner  # type: ignore[assignment]
     runner.answers = dict(scripts)
-    names: list[str] = []
-    for prompt, _ in scripts:  # each waits until all have begun
-        names.append(name := streams.submit(prompt, num_tokens))
-        streams.run_until(partial(streams.have_all, [name], 1))
-        streams.pause([name])
-    streams.resume(names)
+    names = started(streams, scripts, num_tokens)
     num_before = sum(len(streams.tokens[name]) for name in names)
     started_s = time.perf_counter()
     streams.run_until(lambda: any(len(streams.tokens[name]) >= num_tokens for name in names))
@@ -162,6 +159,17 @@ def speed(streams: Streams, scripts: Sequence[Script], num_tokens: int) -> float
         if streams.tokens[name] != answer[:num_tokens]:
             raise RuntimeError("drafts have changed an answer")
     return (num_after - num_before) / took_s
+
+
+def started(streams: Streams, scripts: Sequence[Script], num_tokens: int) -> list[str]:
+    """Their prompts are computed, and all decode from now on."""
+    names: list[str] = []
+    for prompt, _ in scripts:  # each waits until all have begun
+        names.append(name := streams.submit(prompt, num_tokens))
+        streams.run_until(partial(streams.have_all, [name], 1))
+        streams.pause([name])
+    streams.resume(names)
+    return names
 
 
 def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]:
@@ -233,6 +241,63 @@ def measure_pairs(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
     return table_of(
         "Tokens per second with drafts and without, 95 % of medians", [case.row() for case in cases], note=note
     )
+
+
+def measure_cost(runner: ModelRunner, arguments: argparse.Namespace, end_s: float) -> Table:
+    """Stretches of the same streams' steps with and without, in pairs, until time is up: a share for each number."""
+    rows: list[dict[str, Cell]] = []
+    for place, num_streams in enumerate(arguments.streams):
+        now_s, took_s, loop_s = time.monotonic(), *({True: list[float](), False: list[float]()} for _ in range(2))
+        until_s = now_s + (end_s - now_s) / (len(arguments.streams) - place)
+        while not took_s[True] or time.monotonic() < until_s:
+            _measure_stretches(runner, arguments, num_streams, until_s, took_s, loop_s)
+        ratios = [without / one for one, without in zip(took_s[True], took_s[False], strict=True)]
+        low, high = interval(ratios)
+        rows.append(
+            {
+                "streams": num_streams,
+                "pairs": len(ratios),
+                "ms a step without": 1e3 * statistics.median(took_s[False]) / STRETCH,
+                "with": 1e3 * statistics.median(took_s[True]) / STRETCH,
+                "ratio": statistics.median(ratios),
+                "from": low,
+                "to": high,
+                "of it the loop, ms without": 1e3 * statistics.median(loop_s[False]) / STRETCH,
+                "the loop with": 1e3 * statistics.median(loop_s[True]) / STRETCH,
+            }
+        )
+        print(rows[-1], file=sys.stderr)
+    return table_of(f"Looking for drafts in noise: pairs of {STRETCH} steps, tokens per second with and without", rows)
+
+
+def _measure_stretches(
+    runner: ModelRunner,
+    arguments: argparse.Namespace,
+    num_streams: int,
+    until_s: float,
+    took_s: dict[bool, list[float]],
+    loop_s: dict[bool, list[float]],
+) -> None:
+    """Streams from their prompts to their ends; the first pair of stretches warms up."""
+    scripted, size = ScriptedRunner(runner), arguments.prompt
+    streams = Streams(scripted, speculates=True, has_prefix_cache=False)
+    scripts = [noise(Random(f"{len(took_s[True])} {i}"), size, runner.limits.vocab_size) for i in range(num_streams)]
+    scripts = [(prompt[:NOISE_PROMPT], answer) for prompt, answer in scripts]
+    scripted.answers = dict(scripts)
+    started(streams, scripts, size)
+    for number in range((size - 2) // (2 * STRETCH)):
+        if took_s[True] and time.monotonic() > until_s:
+            break
+        for speculates in (number % 2 == 0, number % 2 == 1):
+            streams.scheduler.drafts.speculates = speculates
+            begun_s, clocked_s = time.perf_counter(), streams.clocked.send_s + streams.clocked.wait_s
+            for _ in range(STRETCH):
+                streams.step()
+            one_s = time.perf_counter() - begun_s
+            if number:
+                took_s[speculates].append(one_s)
+                loop_s[speculates].append(one_s - (streams.clocked.send_s + streams.clocked.wait_s - clocked_s))
+    streams.cancel_all()
 
 
 class Replay(Drafter):
@@ -352,7 +417,8 @@ def measure_model(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
     return table_of(f"A draft model with {size}, each token right with the chance p", rows)
 
 
-PARTS = {"pairs": measure_pairs, "replay": measure_replay, "model": measure_model}
+PARTS = {"pairs": measure_pairs, "cost": measure_cost, "replay": measure_replay, "model": measure_model}
+SHARES = {"pairs": 6, "cost": 3, "replay": 2, "model": 2}  # of the minutes
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
@@ -360,12 +426,9 @@ def _measure(arguments: argparse.Namespace) -> Found:
     runner = open_model(arguments, most * longest, max_model_len=longest, max_sequences=max(16, most))
     started_s, tables = time.monotonic(), list[Table]()
     parts = [part for part in arguments.parts if part != "model" or arguments.draft is not None]
-    for num_parts, part in enumerate(parts, 1):
-        end_s = (
-            started_s + 60 * arguments.minutes * SHARE_OF_PAIRS
-            if num_parts < len(parts)
-            else started_s + 60 * arguments.minutes
-        )
+    share_s = 60 * arguments.minutes / sum(SHARES[part] for part in parts)
+    for place, part in enumerate(parts, 1):
+        end_s = started_s + share_s * sum(SHARES[one] for one in parts[:place])
         tables.append(PARTS[part](runner, arguments, end_s))
     name = "-".join(["speculative", *parts] if len(tables) < len(PARTS) else ["speculative"])
     return Found(tables, shown_model(arguments, runner), name=name)

@@ -8,10 +8,11 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from core.constraints import json_text, pointed
 from core.tool_formats import (
     JsonArguments,
     JsonCall,
@@ -27,7 +28,7 @@ Step = Generator[None, None, Any]  # yields where it needs more text
 Emit = Callable[[str], object]
 
 WHITESPACE = " \t\r\n"
-_NAME = re.compile(r"[^\s<>{}()\[\]\"'=,:;|]+")
+NAME = re.compile(r"[^\s<>{}()\[\]\"'=,:;|]+")
 _ANYTHING = re.compile(r"(?s).+")
 _RECIPIENT = re.compile(r" to=([^\s<]+)")
 _MAX_NAME_CHARS = 256
@@ -46,6 +47,8 @@ _JSON_SCALAR = re.compile(r"[^\s,:{}\[\]\"]+")
 _LITERAL_SCALAR = re.compile(r"[A-Za-z0-9_.+\-]+")
 _IN_JSON_STRING = re.compile(r'[^"\\]+')
 _IN_JSON = re.compile(r'[^"{}\[\]]+')
+# The same where a mark ends the value: what is no JSON leaves the mark to be found
+_IN_STRICT_STRING, _IN_STRICT_JSON = re.compile(r'[^"\\\x00-\x1f]+'), re.compile(r'[^"{}\[\]<]+')
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -110,6 +113,7 @@ class Parser:
         self._is_complete = False
         self._is_cut = False
         self._is_in_arguments = False  # where they are cut, what there is of a mark or a bare value is none of them
+        self.num_unshown = 0  # characters at the end that no event has: of a call that was cut off before its arguments
         self._events: list[Part] = []
         self._run = self._parse()
         next(self._run, None)
@@ -183,7 +187,7 @@ class Parser:
                 return True
             if not literal.startswith(rest):
                 return False
-            if self._is_complete and not self._cuts_arguments:
+            if self._is_complete and not (self._cuts_arguments or (self._is_cut and self._uncertain_from is not None)):
                 return False
             yield from self._more()
 
@@ -248,15 +252,18 @@ class Parser:
             self._at = end
             yield from self._more()
 
-    def _raw_string(self, emit: Emit) -> Step:
+    def _raw_string(self, emit: Emit, characters: re.Pattern[str] = _IN_JSON_STRING) -> Step:
         emit('"')
         self._at += 1
         while True:
-            yield from self._pass(_IN_JSON_STRING, emit)
-            if (yield from self._peek()) == '"':
+            yield from self._pass(characters, emit)
+            char = yield from self._peek()
+            if char == '"':
                 emit('"')
                 self._at += 1
                 return
+            if char != "\\":
+                raise _Mismatch
             emit((yield from self._peek(2)))
             self._at += 2
 
@@ -351,7 +358,9 @@ class HarmonyParser(Parser):
         except _Cut:
             if self._uncertain_from is None:
                 emit(self._text[self._at :])  # a backslash
-            elif not self._is_cut:
+            elif self._is_cut:
+                self.num_unshown = len(self._text) - self._uncertain_from
+            else:
                 self._emit_text(self._text[self._uncertain_from :])
 
     def _is_header(self) -> Step:
@@ -410,10 +419,13 @@ class ToolCallParser(Parser):
                 trigger: str | None = begin
                 while trigger is not None and (yield from self._section(trigger)):
                     trigger = yield from self._take_after_whitespace(*begins)
-                begin = yield from self._until(triggers, self._emit_text)
+                begin = yield from self._until(triggers, self._emit_text, drops_cut=True)
         except _Cut:
-            if self._uncertain_from is not None and not (self._is_cut and self._has_begun_call(triggers)):
-                self._emit_text(self._text[self._uncertain_from :])
+            rest = self._text[self._at if self._uncertain_from is None else self._uncertain_from :]
+            if self._uncertain_from is None or (self._is_cut and self._has_begun_call(triggers)):
+                self.num_unshown = len(rest)
+            else:
+                self._emit_text(rest)
 
     def _has_begun_call(self, triggers: Sequence[str]) -> bool:
         is_marked = self._text.startswith(tuple(triggers), self._uncertain_from or 0)
@@ -444,7 +456,7 @@ class ToolCallParser(Parser):
                 yield from self._expect(brackets.begin)
             yield from self._call(begin)
             while (yield from self._take_after_whitespace(brackets.separator)) is not None:
-                self._uncertain_from, self._is_next = self._at, True
+                self._uncertain_from, self._is_next = self._at - len(brackets.separator), True
                 yield from self._call(begin)
             if brackets.end:
                 yield from self._expect(brackets.end)
@@ -506,12 +518,12 @@ class ToolCallParser(Parser):
         if call.begin and begin != call.begin:
             yield from self._expect(call.begin)
         yield from self._skip_whitespace()
-        name = yield from self._matching(_NAME)
+        name = yield from self._matching(NAME)
         yield from self._peek()  # a name that the end cuts off is none
         self._check_name(name, begin)
         call_id = None
         if call.id_begin is not None and (yield from self._take(call.id_begin)):
-            call_id = yield from self._matching(_NAME)
+            call_id = yield from self._matching(NAME)
         if call.name_end.strip():
             yield from self._expect(call.name_end.strip())
         self._begin_call(name, call_id)
@@ -544,19 +556,28 @@ class ToolCallParser(Parser):
         else:
             yield from self._json_value(emit)
 
-    def _json_value(self, emit: Emit) -> Step:
-        """Passed on as written."""
+    def _json_value(
+        self, emit: Emit, between: re.Pattern[str] = _IN_JSON, characters: re.Pattern[str] = _IN_JSON_STRING
+    ) -> Step:
+        """Passed on as written.
+
+        Args:
+            between: what is between strings and brackets.
+            characters: of strings.
+        """
         depth = 0
         while True:
             if depth:
-                yield from self._pass(_IN_JSON, emit)
+                yield from self._pass(between, emit)
             char = yield from self._peek()
             if char == '"':
-                yield from self._raw_string(emit)
+                yield from self._raw_string(emit, characters)
             elif char in "{}[]":
                 emit(char)
                 self._at += 1
                 depth += 1 if char in "{[" else -1
+            elif depth:
+                raise _Mismatch
             else:
                 scalar = yield from self._matching(_JSON_SCALAR)
                 if not scalar:
@@ -601,7 +622,7 @@ class ToolCallParser(Parser):
             if form.value_begin:
                 yield from self._expect(form.value_begin)
             name = "".join(key).strip()
-            self._emit_arguments(f"{start}{_json(name)}: ")
+            self._emit_arguments(f"{start}{json_text(name)}: ")
             yield from self._tagged_value(form, parameter_types(schema, name))
             start = ", "
         self._emit_arguments("{}" if start == "{" else "}")
@@ -613,9 +634,11 @@ class ToolCallParser(Parser):
             yield from self._take("\n")
         if types <= {"string"}:
             self._emit_arguments('"')
-            yield from self._until(ends, lambda text: self._emit_arguments(_json(text)[1:-1]))
+            yield from self._until(ends, lambda text: self._emit_arguments(json_text(text)[1:-1]))
             self._emit_arguments('"')
-        else:
+            return
+        value = (yield from self._tagged_json(form, types)) if types & {"array", "object"} else None
+        if value is None:
             parts: list[str] = []
             try:
                 yield from self._until(ends, parts.append)
@@ -623,7 +646,28 @@ class ToolCallParser(Parser):
                 if not self._is_cut:
                     self._emit_arguments("".join(parts))
                 raise
-            self._emit_arguments(typed("".join(parts), types))
+            value = typed("".join(parts), types)
+        self._emit_arguments(value)
+
+    def _tagged_json(self, form: TaggedArguments, types: frozenset[str]) -> Step:
+        """An array or object, consumed with the mark behind it: marks in its strings are text. None: it is neither."""
+        self._uncertain_from, parts = self._at, list[str]()
+        try:
+            yield from self._skip_whitespace()
+            if (yield from self._peek()) in "[{":
+                yield from self._json_value(parts.append, _IN_STRICT_JSON, _IN_STRICT_STRING)
+                yield from self._expect(form.value_end)
+                if (value := typed("".join(parts), types))[0] in "[{":
+                    self._uncertain_from = None
+                    return value
+        except _Mismatch:
+            pass
+        except _Cut:
+            if self._is_cut:
+                self._uncertain_from = None
+                raise
+        self._at, self._uncertain_from = self._uncertain_from or 0, None
+        return None
 
     # Arguments as literals
 
@@ -636,14 +680,14 @@ class ToolCallParser(Parser):
                 if (yield from self._take_after_whitespace(form.end)):
                     break
             yield from self._skip_whitespace()
-            word = yield from self._matching(_NAME)
+            word = yield from self._matching(NAME)
             if word and (yield from self._take_after_whitespace(form.assign)):
-                self._emit_arguments(f"{start}{_json(word)}: ")
+                self._emit_arguments(f"{start}{json_text(word)}: ")
                 yield from self._literal(form, self._emit_arguments)
             else:
                 if (name := next(positional, None)) is None:
                     raise _Mismatch
-                self._emit_arguments(f"{start}{_json(name)}: ")
+                self._emit_arguments(f"{start}{json_text(name)}: ")
                 if word:
                     self._emit_arguments(_literal_scalar(word))
                 else:
@@ -656,7 +700,7 @@ class ToolCallParser(Parser):
         yield from self._skip_whitespace()
         if (quote := (yield from self._take(*form.quotes))) is not None:
             emit('"')
-            yield from self._literal_string(quote, form.has_escapes, lambda text: emit(_json(text)[1:-1]))
+            yield from self._literal_string(quote, form.has_escapes, lambda text: emit(json_text(text)[1:-1]))
             emit('"')
         elif (opening := (yield from self._take("[", "(", "{"))) is not None:
             yield from self._literal_collection(form, opening, emit)
@@ -680,7 +724,7 @@ class ToolCallParser(Parser):
                 key: list[str] = []
                 yield from self._literal(form, key.append)
                 text = "".join(key)
-                emit((text if text.startswith('"') else _json(text)) + ": ")
+                emit((text if text.startswith('"') else json_text(text)) + ": ")
                 yield from self._expect(":")
             yield from self._literal(form, emit)
             start = ", "
@@ -726,6 +770,11 @@ class AnswerParser:
         """There are calls, and each of them is complete: a stop string may end an answer within one."""
         return self._tools is not None and 0 < self._tools.num_calls == self._tools.num_complete
 
+    @property
+    def num_unshown(self) -> int:
+        """As Parser.num_unshown."""
+        return 0 if self._tools is None else self._tools.num_unshown
+
     def feed(self, text: str) -> list[Part]:
         return self._parts([Text(text)] if self._thought is None else self._thought.feed(text))
 
@@ -766,10 +815,6 @@ def _ignore(text: str) -> None:
     pass
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _literal_scalar(word: str) -> str:
     """A literal without quotes, as JSON: what is no number and no constant is a string."""
     if word in _WORDS:
@@ -777,40 +822,44 @@ def _literal_scalar(word: str) -> str:
     if _JSON_NUMBER.fullmatch(word) and math.isfinite(float(word)):
         return word
     try:
-        return _json(int(word))
+        return json_text(int(word))
     except ValueError:
         pass
     try:
         number = float(word)
     except ValueError:
-        return _json(word)
-    return _json(number) if math.isfinite(number) else _json(word)
+        return json_text(word)
+    return json_text(number) if math.isfinite(number) else json_text(word)
 
 
 def parameter_types(schema: Schema, name: str) -> frozenset[str]:
     """The JSON types that a parameter may have; empty: its schema does not say."""
-    return _types(schema.get("properties", {}).get(name, {}), schema, depth=0)
+    named = [one["properties"][name] for one in _joined(schema, schema) if name in one.get("properties", ())]
+    return frozenset[str]().union(*(_types(one, schema) for one in named))
 
 
-def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return frozenset()
+def _types(schema: Any, root: Schema) -> frozenset[str]:
     found: set[str] = set()
-    declared = schema.get("type")
-    found.update([declared] if isinstance(declared, str) else declared or ())
-    if schema.get("nullable") is True and found:
-        found.add("null")
-    for value in (*schema.get("enum", ()), *((schema["const"],) if "const" in schema else ())):
-        found.add(_TYPE_NAMES.get(type(value), "null"))
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key, ()):
-            found |= _types(one, root, depth + 1)
-    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#/"):
-        target: Any = root
-        for part in pointer[2:].split("/"):
-            target = target.get(part.replace("~1", "/").replace("~0", "~"), {}) if isinstance(target, Mapping) else {}
-        found |= _types(target, root, depth + 1)
+    for one in _joined(schema, root):
+        declared = one.get("type")
+        found.update([declared] if isinstance(declared, str) else declared or ())
+        if one.get("nullable") is True and declared:
+            found.add("null")
+        for value in (*one.get("enum", ()), *((one["const"],) if "const" in one else ())):
+            found.add(_TYPE_NAMES.get(type(value), "null"))
     return frozenset(found)
+
+
+def _joined(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
+    """A schema, and those that it refers to or combines."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return
+    yield schema
+    joined = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
+    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#/"):
+        joined.append(pointed(root, pointer))
+    for one in joined:
+        yield from _joined(one, root, depth + 1)
 
 
 def typed(text: str, types: frozenset[str]) -> str:
@@ -820,15 +869,15 @@ def typed(text: str, types: frozenset[str]) -> str:
     try:
         parsed = json.loads(value, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        return _json(text)
+        return json_text(text)
     kind = _TYPE_NAMES[type(parsed)]
     if kind == "string":  # strings are written bare: its quotes are its own
-        return _json(text)
+        return json_text(text)
     if kind in types or (kind == "integer" and "number" in types):
         return value
     if kind == "number" and "integer" in types and parsed.is_integer():  # not of infinity: 1e999
-        return _json(int(parsed))
-    return _json(text)
+        return json_text(int(parsed))
+    return json_text(text)
 
 
 def _refuse_constant(name: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, zip_longest
 from typing import Any
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -34,6 +35,7 @@ MAX_TAGS = 128
 # Between the tokens of JSON: nothing, a blank, or a line break with its indentation. Models that loop would otherwise
 # fill their context with blanks.
 WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
+_CONTROL = re.compile(r"\\u00[01]|\x7f")
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
 NO_END = "no text of the rule {} has an end, as it needs itself. Give it an alternative that does not."
@@ -72,6 +74,10 @@ ENFORCED = frozenset(
 )
 MAX_REPEATED = 20_000  # characters of a regular expression, counts multiplied
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
+# Of JSON schema's expressions (ECMA 262): classes, which do not nest, and what is in one
+_CLASSES = re.compile(r"\\P\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_IN_CLASS = re.compile(r"\\.|^[\]-]|[\[&~]", re.DOTALL)
+NO_CONTROL = r"\x01"
 _EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
 MAX_SHOWN = 200  # characters of what a refusal repeats
 MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are
@@ -80,11 +86,16 @@ _DATE = (
     r"[1-9][0-9]{3}-"
     r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 )
-_HEX = "[0-9a-fA-F]{1,4}"
-_IPV6 = "|".join(
-    [f"({_HEX}:){{7}}({_HEX}|:)", *(f"({_HEX}(:{_HEX}){{0,{n}}})?::({_HEX}(:{_HEX}){{0,{5 - n}}})?" for n in range(6))]
+_HEX = "[0-9a-fA-F]"
+_IPV6 = "|".join(["(G:){7}(G|:)", *(f"(G(:G){{0,{n}}})?::(G(:G){{0,{5 - n}}})?" for n in range(6))]).replace(
+    "G", f"{_HEX}{{1,4}}"
 )
 _ATOM, _LABEL = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]", "[a-zA-Z0-9]([a-zA-Z0-9-]{0,%d}[a-zA-Z0-9])?"
+_HOST = rf"{_LABEL % 61}(\.{_LABEL % 22}){{0,7}}"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_DAYS, _HOURS = (  # RFC 3339, appendix A
+    "({n}{0}({n}{1}({n}{2})?)?|{n}{1}({n}{2})?|{n}{2})".format(*units, n="[0-9]{1,9}") for units in ("YMD", "HMS")
+)
 _EMAIL = rf"{_ATOM}{{1,40}}(\.{_ATOM}{{1,15}}){{0,3}}@{_LABEL % 61}(\.{_LABEL % 22}){{0,4}}"
 
 
@@ -96,16 +107,22 @@ def _uri(more: str, counts: str) -> str:
 _AUTHORITY = f"({_uri('', '0,200')}((:{_uri('', '0,64')})?@{_uri('', '0,200')})?|\\[({_IPV6})\\])(:[0-9]{{0,5}})?"
 _PATH = f"//{_AUTHORITY}(/{_uri('/:@', '0,1000')})?|/?({_uri(':@', '1')}{_uri('/:@', '0,1000')})?"
 _URI = f"[a-zA-Z][a-zA-Z0-9+.-]{{0,63}}:({_PATH})(\\?{_uri('/?:@', '0,300')})?(#{_uri('/?:@', '0,200')})?"
-# What a format is held by: the library's own dates have 29 February in any year, its times leap seconds at any hour,
-# and some of its texts no limit. A limit beside an expression makes masks slow: it is within, part by part.
-FORMATS: Mapping[str, Mapping[str, Any]] = {
-    "date": {"pattern": f"^{_DATE}$"},
-    "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
-    "time": {"pattern": f"^{_TIME}$"},
-    "email": {"pattern": f"^{_EMAIL}$"},
-    "hostname": {"format": "hostname", "maxLength": 253},
-    "uri": {"pattern": f"^{_URI}$"},
-    **{name: {"format": name} for name in ("duration", "ipv4", "ipv6", "uuid")},
+# The library's own dates have 29 February in any year, its times leap seconds at any hour, and some of its texts no
+# limit. A limit beside an expression makes masks slow: it is within, part by part.
+FORMATS: Mapping[str, str] = {
+    name: f"^({pattern})$"
+    for name, pattern in {
+        "date": _DATE,
+        "date-time": f"{_DATE}T{_TIME}",
+        "duration": f"P({_DAYS}(T{_HOURS})?|T{_HOURS}|[0-9]{{1,9}}W)",
+        "email": _EMAIL,
+        "hostname": _HOST,
+        "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+        "ipv6": _IPV6,
+        "time": _TIME,
+        "uri": _URI,
+        "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+    }.items()
 }
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -118,6 +135,16 @@ class GrammarKind(StrEnum):
     LARK = "grammar"  # llguidance's notation
     GBNF = "gbnf"  # llama.cpp's
     TAGGED = "tagged"  # structural tags and calls, written here in Lark: refusals show none of it
+
+
+def escapes_in(source: str) -> str:
+    r"""Of JSON that a schema holds. \u may spell a property's name so that its schema is not held: none may, but where
+    the schema itself has a control character.
+
+    Args:
+        source: the schema as JSON.
+    """
+    return r"nrbtf\"" + "u" * (_CONTROL.search(source) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +206,28 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
     check_answerable(schema, param)
     source = msgspec.json.encode(_as_held(schema, _Room(param))).decode()  # json's holds the GIL ten times as long
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
+
+
+def _as_read(pattern: str) -> str:
+    """An expression of a schema in the library's notation, where classes nest.
+
+    Of a class with all control characters the library takes JSON's escapes of quotes and backslashes, whether they are
+    in it or not: each class loses one of them, which no answer has anyway.
+    """
+
+    def held(part: re.Match[str]) -> str:
+        text = part[0]
+        if text.startswith("\\P"):
+            return f"[{text}&&[^{NO_CONTROL}]]"
+        if not text.startswith("["):
+            return text
+        begin = 2 if text.startswith("[^") else 1
+        body = _IN_CLASS.sub(lambda one: one[0] if one[0][0] == "\\" else "\\" + one[0], text[begin:-1])
+        if begin == 2:
+            return f"[^{NO_CONTROL}{body}]"
+        return f"[[{body}]&&[^{NO_CONTROL}]]" if re.search(r"\\[xu]0|\\[Pc0]|[\0-\x1f]", body) else f"[{body}]"
+
+    return _CLASSES.sub(held, pattern)
 
 
 def regex(pattern: str, param: str) -> GrammarSpec:
@@ -255,7 +304,7 @@ def tagged_text(
             raise InvalidRequest(f"{param}: no tag begins with the trigger {trigger[:MAX_SHOWN]!r}.", param)
         left -= set(begun)
         whole = " | ".join(_tag_in_lark(tags[number], len(trigger)) for number in begun)
-        lines += [f"lead_{i}[lazy]: TEXT {_json(trigger)}", f"tagged_{i}: lead_{i} ({whole})"]
+        lines += [f"lead_{i}[lazy]: TEXT {json_text(trigger)}", f"tagged_{i}: lead_{i} ({whole})"]
         tagged.append(f"tagged_{i}")
     for number in left:
         raise InvalidRequest(f"{param}: {tags[number].begin[:MAX_SHOWN]!r} begins with none of the triggers.", param)
@@ -269,14 +318,15 @@ def tagged_text(
 def _tag_in_lark(tag: Tag, num_begun: int) -> str:
     content = tag.content
     if isinstance(content, GrammarSpec):
-        schema = {**json.loads(content.source), "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        inner = f"%json {_json(schema)}"
+        options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes_in(content.source)}
+        schema = {**json.loads(content.source), "x-guidance": options}
+        inner = f"%json {json_text(schema)}"
     else:
-        inner = _json(content)
-    return f"({_json(tag.begin[num_begun:])} {inner} {_json(tag.end)})"
+        inner = json_text(content)
+    return f"({json_text(tag.begin[num_begun:])} {inner} {json_text(tag.end)})"
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -447,22 +497,25 @@ def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHAR
         raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {why}.", param)
 
 
-def _target(root: Any, pointer: str, param: str) -> Any:
-    """What a reference within the schema points to (RFC 6901).
+def pointed(root: Any, pointer: str) -> Any:
+    """What a reference within the schema points to (RFC 6901); None: nothing.
 
-    The library follows more: anchors, and pointers with escapes of URLs. They would lead past the bounds on depth.
-
-    Raises:
-        InvalidRequest: it is not found, or is written in such a way.
+    The library follows more: anchors. They would lead past the bounds on depth.
     """
-    first, *parts = pointer[1:].split("/")
-    found: Any = None if first or "%" in pointer else root
+    first, *parts = unquote(pointer[1:]).split("/")
+    found: Any = None if first else root
     for part in parts:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
             found = found[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(found) else None
         else:
-            found = found.get(name) if isinstance(found, dict) else None
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _target(root: Any, pointer: str, param: str) -> Any:
+    """Raises InvalidRequest: there is no such schema."""
+    found = pointed(root, pointer)
     if not isinstance(found, dict | bool):
         shown = pointer[:MAX_SHOWN]
         place = _place_of(root, pointer, param)
@@ -535,7 +588,7 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
-    properties, required = schema.get("properties", {}), schema.get("required", ())
+    properties, required = schema.get("properties", {}), set(schema.get("required", ()))
     if isinstance(properties, dict) and len(properties) - len(required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
     if isinstance(properties, dict) and _counts_optional(schema):
@@ -627,6 +680,12 @@ def _as_held(schema: Any, room: _Room) -> Any:
         keyword: value for keyword, value in schema.items() if keyword not in _TOLD and not _EXTENSION.match(keyword)
     }
     made.pop("uniqueItems", None)  # false
+    if "$ref" in made:
+        made["$ref"] = quote(unquote(made["$ref"]), safe="#/$~")
+    if "pattern" in made:
+        made["pattern"] = _as_read(made["pattern"])
+    if "patternProperties" in made:
+        made["patternProperties"] = {_as_read(name): one for name, one in made["patternProperties"].items()}
     for keyword, value in made.items():
         if keyword in _SCHEMAS_BY_NAME:
             made[keyword] = {name: _as_held(one, room) for name, one in value.items()}
@@ -637,11 +696,11 @@ def _as_held(schema: Any, room: _Room) -> Any:
     if _are_apart(made.get("oneOf", ())) and "anyOf" not in made:
         made["anyOf"] = made.pop("oneOf")
     if "format" in made:
-        held_by = FORMATS[made.pop("format")]
-        if made.keys() & held_by.keys():
-            made["allOf"] = [*made.get("allOf", ()), {"type": "string", **held_by}]
+        pattern = FORMATS[made.pop("format")]
+        if "pattern" in made:
+            made["allOf"] = [*made.get("allOf", ()), {"type": "string", "pattern": pattern}]
         else:
-            made |= held_by
+            made["pattern"] = pattern
     if _counts_optional(made):
         made = {"anyOf": list(_subsets(made, room))}
     if made.pop("nullable", False) and isinstance(made.get("type"), str):
@@ -656,20 +715,20 @@ def _are_apart(schemas: Sequence[Any]) -> bool:
         values = one.get("enum", [one["const"]] if "const" in one else []) if isinstance(one, dict) else []
         if not values or any(isinstance(value, float | list | dict) for value in values):
             return False
-        seen += {_json(value) for value in values}
+        seen += {json_text(value) for value in values}
     return len(seen) == len(set(seen)) > 0
 
 
 def _counts_optional(schema: Mapping[str, Any]) -> bool:
     """Whether it says how many of its optional properties there are, which the library cannot hold by itself."""
-    num_optional = len(schema.get("properties", {})) - len(schema.get("required", ()))
+    num_optional = len(schema.get("properties", {})) - len(set(schema.get("required", ())))
     return num_optional > 0 and ("maxProperties" in schema or schema.get("minProperties", 0) > 1)
 
 
 def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, Any]]:
     """The same object with each choice of its optional properties."""
-    required, properties = schema.get("required", ()), schema["properties"]
-    sizes = {name: 2 * len(name) + len(_json(one)) for name, one in properties.items()}
+    required, properties = set(schema.get("required", ())), schema["properties"]
+    sizes = {name: 2 * len(name) + len(json_text(one)) for name, one in properties.items()}
     optional = [name for name in properties if name not in required]
     least, most = (schema.get(name) for name in ("minProperties", "maxProperties"))
     for count in range(len(optional) + 1):
@@ -677,5 +736,5 @@ def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, An
             for chosen in combinations(optional, count):
                 names = [name for name in properties if name in required or name in chosen]
                 kept = {keyword: schema[keyword] for keyword in ("type", "additionalProperties")}
-                room.take(len(_json(kept)) + sum(sizes[name] for name in names))
+                room.take(len(json_text(kept)) + sum(sizes[name] for name in names))
                 yield {**kept, "properties": {name: properties[name] for name in names}, "required": names}

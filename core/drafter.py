@@ -22,6 +22,7 @@ MOST_MATCH = 32  # tokens that are compared
 MOST_OCCURRENCES = 8  # that are looked at, the latest ones
 MOST_DRAFT = 16  # tokens of one sequence
 MOST_INDEXED = 1 << 16  # tokens of a text: older ones are not found
+MOST_NOTED = 1 << 12  # tokens of a text at once: some 2 ms
 MATCH_CLASSES = (3, 5, 9, 17)  # least lengths of matches that are learned about apart
 # By drafter, shares of each class before anything was learned. Of equal matches the first drafter's is taken.
 FIRST_ACCEPTED = {
@@ -40,9 +41,11 @@ ALL_FADING = 0.98
 MOST_RECENT = 1 << 15  # tokens of recent answers, of a cache domain
 MOST_DOMAINS = 64  # whose recent answers are kept
 END = -1  # between recent answers
+TOKEN_BITS = 20  # of a run's number; what a larger id might find is compared with the text, and not taken
+RUN_MASK = (1 << LEAST_MATCH * TOKEN_BITS) - 1
 LEAST_GAIN = 1.05  # tokens per second with a draft's token against without it, by the step-cost model
-LEAST_COST = 0.02  # of the step, that a draft's token costs at least, whatever the model has learned
-ALLOWED_LOSS = 0.01  # of the time
+LEAST_COST = 0.02  # of the step, that a draft's token costs at least, whatever was learned or measured
+ALLOWED_LOSS = 0.005  # of the time
 MOST_LOSS = 2.0  # steps' time that drafts may lose at once
 FIRST_MODEL_LOSS = 0.5  # that a draft model may lose before it has gained any
 MOST_COST = 2.0  # steps' time that a step's drafts are taken to have cost, whatever else has held it up
@@ -55,36 +58,54 @@ class RepeatedText:
 
     Args:
         token_ids: may grow; what is already there never changes.
+
+    Attributes:
+        run: the last of the tokens noted, as one number: unlike a tuple, nothing for the garbage collector.
     """
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self._first = max(0, len(token_ids) - MOST_INDEXED)
-        self._ends: dict[tuple[int, ...], int] = {}  # of a run: one past its last occurrence
-        self._earlier: list[int] = []  # by the end of an occurrence, from _first on: of the run's one before it, or 0
+        self.run = 0
+        self._ends: dict[int, int] = {}  # of a run: one past its last occurrence
+        self._earlier: list[int] = []  # by the end of an occurrence, behind _first: of the run's one before it, or 0
 
-    def find(self, tail: list[int], is_own: bool) -> tuple[int, int]:
+    def note(self) -> bool:
+        """Note what was added, of much a part: a long prompt holds no step up. Returns whether all is noted."""
+        text, earlier = self.token_ids, self._earlier
+        num_noted, num_tokens = self._first + len(earlier), len(text)
+        if num_noted < num_tokens:
+            ends, run = self._ends, self.run
+            for end in range(num_noted + 1, min(num_tokens, num_noted + MOST_NOTED) + 1):
+                run = (run << TOKEN_BITS | text[end - 1]) & RUN_MASK
+                earlier.append(ends.get(run, 0))
+                ends[run] = end
+            self.run = run
+        return num_tokens <= num_noted + MOST_NOTED
+
+    def find(self, tail: list[int], run: int) -> tuple[int, int]:
         """The occurrence of the longest end of `tail`: (one past it, its length); of equally long ones the latest.
 
-        (0, 0): no end of LEAST_MATCH tokens occurs.
+        (0, 0): no end of LEAST_MATCH tokens occurs with another token behind it, as far as is noted.
 
         Args:
-            is_own: the tail is this text's own end, which does not count.
+            run: of the tail.
         """
-        self._index(len(self.token_ids) - is_own)
-        text, found, length = self.token_ids, 0, 0
-        end = self._ends.get(tuple(tail[-LEAST_MATCH:]), 0)
+        text, earlier, first, end = self.token_ids, self._earlier, self._first, self._ends.get(run, 0)
+        if end and end == len(text):
+            end = earlier[-1]
+        if not end:
+            return 0, 0
+        found = length = 0
         for _ in range(MOST_OCCURRENCES):
-            if not end:
-                break
-            most, matched = min(MOST_MATCH, end - self._first, len(tail)), LEAST_MATCH
+            most, matched = min(MOST_MATCH, end - first, len(tail)), 0
             while matched < most and text[end - 1 - matched] == tail[-1 - matched]:
                 matched += 1
-            if matched > length and end < len(text):
+            if matched > max(length, LEAST_MATCH - 1):
                 found, length = end, matched
-            if length >= MOST_MATCH:
+            end = earlier[end - 1 - first]
+            if not end or length >= MOST_MATCH:
                 break
-            end = self._earlier[end - self._first]
         return found, length
 
     def after(self, end: int, most: int, is_own: bool) -> list[int]:
@@ -95,16 +116,6 @@ class RepeatedText:
         while is_own and draft and len(draft) < most:
             draft += draft[: most - len(draft)]
         return draft
-
-    def _index(self, num_tokens: int) -> None:
-        text, ends, earlier, first = self.token_ids, self._ends, self._earlier, self._first
-        for end in range(first + len(earlier), num_tokens + 1):
-            if end < first + LEAST_MATCH:
-                earlier.append(0)
-                continue
-            run = tuple(text[end - LEAST_MATCH : end])
-            earlier.append(ends.get(run, 0))
-            ends[run] = end
 
 
 class RecentAnswers:
@@ -202,16 +213,20 @@ class Drafter:
             forced: what must come next, as far as that is known.
         """
         own = self._own
-        self._learn(own.token_ids)
-        self.last = None
+        if self.last is not None:
+            self._learn(self.last, own.token_ids)
+            self.last = None
         if forced:
             self.last = Draft(list(forced)[:most], 1.0, "grammar", 0, len(own.token_ids))
             return self.last
+        if not own.note():
+            return None
         longest = 0
         for name, text in self._texts.items():
-            is_own = text is own
-            end, length = text.find(own.token_ids, is_own)
-            if length > longest and (draft := text.after(end, most, is_own)):
+            if text is not own:
+                text.note()
+            end, length = text.find(own.token_ids, own.run)
+            if length > longest and (draft := text.after(end, most, is_own=text is own)):
                 longest = length
                 match_class = sum(length >= least for least in MATCH_CLASSES) - 1
                 self.last = Draft(draft, self._share(name, match_class), name, match_class, len(own.token_ids))
@@ -226,11 +241,8 @@ class Drafter:
         prior = weight * self._acceptance.shares[drafter][match_class]
         return (prior + self._right.get(key, 0.0)) / (weight + self._tried.get(key, 0.0))
 
-    def _learn(self, token_ids: list[int]) -> None:
+    def _learn(self, last: Draft, token_ids: list[int]) -> None:
         """Compare the last draft with what has come, whether it was computed or not."""
-        last = self.last
-        if last is None:
-            return
         came = token_ids[last.num_tokens_before :]
         num_right = num_common(last.token_ids, came)
         num_tried = min(num_right + 1, len(last.token_ids), len(came))
@@ -285,7 +297,7 @@ class DraftBudget:
         if price is not None:
             cost = self._num_drafts * UNKNOWN_COST
             if price.is_measured and step_s is not None:
-                cost = min(step_s / price.step_s - 1, MOST_COST)
+                cost = max(self._num_drafts * LEAST_COST, min(step_s / price.step_s - 1, MOST_COST))
             cost += num_again * price.within_s / price.step_s
             gained += num_right / price.num_decodes - cost
         self._steps, self._price = min(MOST_LOSS, self._steps + gained), None

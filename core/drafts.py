@@ -37,6 +37,7 @@ from core.types import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+SELDOM_FROM = 8  # so many decodes: one whose text did not repeat itself is looked at in every second step, then third
 FEW_ROWS = 4  # of a draft model's step: they cost what one costs
 TURNED = 0.002  # of a share that is too low to be tried, towards the first one, a step
 
@@ -109,6 +110,7 @@ class Drafts:
         model: None: text alone is a source of drafts.
 
     Attributes:
+        speculates: may change between two steps.
         computed, accepted: tokens since the start, by drafter.
     """
 
@@ -127,10 +129,10 @@ class Drafts:
         self._caught_up_s = 0.0  # ... and of that, what it had lacked
         self._limits, self._states, self._step_cost = limits, states, step_cost
         self._inter_token_target, self._forces_tokens = inter_token_target, forces_tokens
-        self._speculates = speculates and limits.max_drafts > 0
+        self.speculates = speculates and limits.max_drafts > 0
         self._is_recurrent = limits.num_kept_states is not None  # what follows a wrong draft is computed over
         self._acceptance, self._budget = Acceptance(), DraftBudget()
-        self._model = model if self._speculates else None
+        self._model = model if self.speculates else None
         self._model_name = "model" if model is None else model.name
         self._model_budget = DraftBudget(FIRST_MODEL_LOSS)  # of steps with its drafts, and of what it catches up with
         self._budgets = (self._budget,) if self._model is None else (self._budget, self._model_budget)
@@ -138,7 +140,7 @@ class Drafts:
     def drafter_of(self, sequence: Sequence, request: Request) -> Drafter | None:
         """Of a new sequence; None: it is not speculated about."""
         is_excluded = sequence.repetition is not None or sequence.search is not None or request.pooling is not None
-        if not (self._speculates and request.speculates) or is_excluded:
+        if not (self.speculates and request.speculates) or is_excluded:
             return None
         recent = self._states.recent.of(domain_of(request))
         return Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
@@ -152,18 +154,26 @@ class Drafts:
     def plan(self, plain: list[Sequence], others: list[Sequence], has_prompts: bool) -> dict[Sequence, list[int]]:
         """What to compute beside the decodes' next tokens, as far as it shortens the time per token."""
         self.drafting_s = self._caught_up_s = 0.0
-        if not self._speculates:
+        budget = self._budget
+        if not self.speculates or budget.is_empty:
             return {}
         decodes = [*plain, *others]
-        able = [s for s in decodes if self._may_draft(s)]
+        every = 1 + len(decodes) // SELDOM_FROM if self._model is None else 1
+        able = [
+            s
+            for s in decodes
+            if s.drafter is not None
+            and (s.drafter.last is not None or s.forced or (len(s.token_ids) + s.slot) % every == 0)
+            and self._may_draft(s)
+        ]
         if not able:
             return {}
-        work = StepWork()
-        for sequence in decodes:
+        work = StepWork(own_tokens=len(plain), own_kv=sum([sequence.num_computed_tokens + 1 for sequence in plain]))
+        for sequence in others:
             work.add(sequence.num_computed_tokens, len(sequence.token_ids) + sequence.num_pending, 0)
         waits, target = has_prompts or len(self._states.waiting) > 0, self._inter_token_target
-        price, budget = price_of(self._step_cost, work, len(decodes), waits, target), self._budget
-        if budget.is_empty or not (price.allows_any or budget.is_full):
+        price = price_of(self._step_cost, work, len(decodes), waits, target)
+        if not (price.allows_any or budget.is_full):
             return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence in able:
@@ -196,7 +206,7 @@ class Drafts:
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Whether it can go back to before a wrong draft: recurrent layers to where the row began, in its own slot."""
-        if sequence.drafter is None or sequence.num_in_flight or not sequence.num_own_tokens:
+        if sequence.num_in_flight or len(sequence.token_ids) == sequence.num_prompt_tokens:
             return False
         num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
         return not self._is_recurrent or (num_behind == 1 and sequence.state_source is None)

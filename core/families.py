@@ -994,6 +994,16 @@ _EXPERT_FIELDS = {
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 
+_ROUTED_FIELDS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
 _GRANITE_FIELDS = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -1019,15 +1029,8 @@ _NEMOTRON = GgufFamily(
     are_heads_turned=True,
     fields={
         **_SPACE_FIELDS,
-        "n_routed_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
+        **_ROUTED_FIELDS,
         "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-        "n_shared_experts": "expert_shared_count",
-        "norm_topk_prob": "expert_weights_norm",
-        "routed_scaling_factor": "expert_weights_scale",
-        "n_group": "expert_group_count",
-        "topk_group": "expert_group_used_count",
     },
 )
 
@@ -1057,6 +1060,19 @@ GGUF_FAMILIES = {
     ),
     "seed_oss": GgufFamily("seed_oss", {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}),
     "ernie4_5": GgufFamily("ernie4_5"),
+    "glm4moe": GgufFamily(
+        "glm4_moe",
+        {
+            **_ATTENTION,
+            **_MLP,
+            **_SHARED_EXPERT,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+        },
+        {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        _EXPERTS,
+        fields={**_ROUTED_FIELDS, "first_k_dense_replace": "leading_dense_block_count"},
+    ),
     "glm4": GgufFamily(
         "glm4",
         {

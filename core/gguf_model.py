@@ -20,12 +20,22 @@ from core.tokenizer import METASPACE
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each frequency
 # Of every Llama 3.1 to 3.3; they differ in `factor`, which is the last divisor
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+MOST_DRAFT_LAYERS = 64
+SCORINGS = ("softmax", "sigmoid")  # expert_gating_func, from 1 on
 _TOLERANCE = 1e-4  # relative; the factors were computed in float32
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+}
+# Of a layer that predicts later tokens, beside what every layer has
+_DRAFT_NAMES = {
+    f"nextn.{name}.weight": f"{own}.weight"
+    for name, own in {
+        **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+        **{f"shared_head_{name}": f"shared_head.{name}" for name in ("norm", "head")},
+    }.items()
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # config.json field -> metadata key, after the architecture's name: required ones, and optional ones
@@ -73,7 +83,7 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     Raises:
         UnsupportedModel: the architecture is not supported.
     """
-    family = _family(file)
+    family, drafts = _family(file), _draft_layers(file.metadata)
     found: dict[str, GgufTensor] = {}
     for name, stored in file.tensors.items():
         match, tensor = _LAYER_NAME.fullmatch(name), replace(stored, shape=_shape(name, stored.shape))
@@ -91,6 +101,8 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
             found[f"model.layers.{index}.{family.whole_names[within]}"] = tensor
         elif match is not None and match[2] in family.layer_names:
             found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
+        elif name.startswith("blk.") and index in drafts:
+            found[f"model.layers.{index}.{_DRAFT_NAMES.get(within, within)}"] = tensor
         else:
             name = _NAMES.get(name, name)
             for usual, own in family.family.renamed:
@@ -107,6 +119,15 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if kind == "ssm_conv1d" and len(shape) == 2:
         return shape[0], 1, shape[1]
     return (math.prod(shape),) if kind in ("ssm_a", "ssm_d", "ssm_norm") else shape
+
+
+def _draft_layers(metadata: Mapping[str, Any]) -> set[str]:
+    """Numbers of the layers that predict later tokens, which count among the others, behind them."""
+    prefix = metadata["general.architecture"]
+    end, count = (metadata.get(f"{prefix}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
+    if not (isinstance(end, int) and isinstance(count, int) and 0 <= count <= MOST_DRAFT_LAYERS and count < end):
+        return set()  # config_of refuses it where it is not 0
+    return {str(index) for index in range(end - count, end)}
 
 
 def num_turned_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
@@ -155,14 +176,15 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
     """
     family, prefix = _family(file), file.metadata["general.architecture"]
     fields = {key.removeprefix(f"{prefix}."): value for key, value in file.metadata.items()}
-    head_dim = _head_dim(fields, family)
-    _refuse_output_changing(fields, family, head_dim)
+    head_dim, num_draft_layers = _head_dim(fields, family), len(_draft_layers(file.metadata))
+    _refuse_output_changing(fields, family, head_dim, num_draft_layers)
     config = {
         "architectures": [family.family.architecture],
         "model_type": family.model_type,
         "vocab_size": _vocab_size(file),
         **{name: _common(_need(fields, key)) for name, key in _NEEDED.items()},
-        "num_hidden_layers": _num_layers(file, fields),
+        "num_hidden_layers": _num_layers(file, fields) - num_draft_layers,
+        "num_nextn_predict_layers": num_draft_layers,
         "num_key_value_heads": _common(fields.get("attention.head_count_kv", fields["attention.head_count"])),
         "head_dim": head_dim,
         "rope_theta": fields.get("rope.freq_base", 10_000.0),
@@ -203,7 +225,9 @@ def _family_fields(
         found["sliding_window"] = fields.get("attention.sliding_window") or None
     if family.family.has_partial_rope:
         found["partial_rotary_factor"] = _count(fields, "rope.dimension_count") / (head_dim or 1)
-    if family.whole_names:
+    if family.family.qk_norm_field:
+        found[family.family.qk_norm_field] = "blk.0.attn_q_norm.weight" in file.tensors
+    if family.family.recurrence:
         found |= _space_fields(file, family, fields)
     biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down"}
     for name, parts in family.family.biases.items():
@@ -273,8 +297,11 @@ def _num_layers(file: GgufFile, fields: Mapping[str, Any]) -> int:
     return num_layers
 
 
-def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_length: int | None) -> None:
+def _refuse_output_changing(
+    fields: Mapping[str, Any], family: GgufFamily, key_length: int | None, num_draft_layers: int
+) -> None:
     """Refuse values of optional fields that would change the computation."""
+    experts = family.family.experts
     holds: dict[str, Callable[[Any], bool]] = {
         "expert_count": lambda value: value == 0,
         "rope.scaling.type": lambda value: value in ("none", "linear"),
@@ -282,12 +309,13 @@ def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_l
             value == key_length or family.family.has_partial_rope or family.family.rotates == "none"
         ),
         "moe_latent_size": lambda value: value == 0,
-        "nextn_predict_layers": lambda value: value == 0,
+        "nextn_predict_layers": lambda value: value == num_draft_layers,
         "attention.value_length": lambda value: value == key_length,
         "attention.sliding_window": lambda value: value == 0,
         "attention.sliding_window_pattern": lambda value: not value,
         "expert_weights_scale": lambda value: value in (0, 1),
         "expert_shared_count": lambda value: value == 0,
+        "expert_gating_func": lambda value: experts is None or value in (0, SCORINGS.index(experts.scoring) + 1),
         "attention.clamp_kqv": lambda value: value == 0,
         "attention.causal": bool,
         "use_parallel_residual": lambda value: not value,

@@ -23,12 +23,14 @@ from core.constraints import (
     ENFORCED,
     FORMATS,
     MAX_REPEATED,
+    NO_CONTROL,
     NO_END,
     WHITESPACE,
     GrammarKind,
     GrammarSpec,
     check_answerable,
     endless,
+    escapes_in,
     keywords_of,
     place_in,
 )
@@ -64,7 +66,6 @@ SLICES = [
     *(f"{_TEXT}{{1,{most}}}" for most in (7, 10, 16, 30)),
     f"{_TEXT}+",
 ]
-_OPTIONS = f'"x-guidance": {{"whitespace_pattern": {json.dumps(WHITESPACE)}}}'
 MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
 _ITEMS = "Too many items"  # of the parser, which every answer has for itself
@@ -79,7 +80,6 @@ _SHOWN = {
     "multipleOf": ("Value for 'multipleOf'",),
 }
 _UNSATISFIABLE = "nsatisfiable"
-_FORMATS = [one["pattern"] for one in FORMATS.values() if "pattern" in one]
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -335,7 +335,7 @@ class GrammarCompiler:
                 if _UNSATISFIABLE in LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS).get_error():
                     return self._contradiction(one, place, root)
         held = ((name, value) for name, value in schema.items() if name in ENFORCED - {"type"})
-        names = ["format" if value in _FORMATS else name for name, value in held]
+        names = ["format" if value in FORMATS.values() else name for name, value in held]
         return f"{path} cannot be satisfied: no value fits its {' and '.join(names)}. Correct the schema."
 
     def _probe(self, grammar: Grammar, param: str) -> None:
@@ -365,7 +365,8 @@ class GrammarCompiler:
 
 def _schema_grammar(source: str) -> str:
     """The library's form of a schema, but for the bracket that closes it."""
-    return f'{{"json_schema": {{{_OPTIONS}{", " if source != "{}" else ""}{source[1:]}'
+    options = json.dumps({"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes_in(source)})
+    return f'{{"json_schema": {{"x-guidance": {options}{", " if source != "{}" else ""}{source[1:]}'
 
 
 def _refusal(spec: GrammarSpec, error: str) -> str:
@@ -407,6 +408,7 @@ def _with_column(error: str, pattern: str) -> str:
     if found is None or found["shown"] != pattern.replace("\n", "\\n"):
         return error
     offset = len(found["before"])
+    pattern, offset = pattern.replace(f"[^{NO_CONTROL}", "[^"), len(pattern[:offset].replace(f"[^{NO_CONTROL}", "[^"))
     for at, character in enumerate(pattern[:offset]):
         offset -= character == "\n" and at < offset
     return f"{place_in(pattern, offset)}: {found['why']}"

@@ -67,6 +67,8 @@ class _Counts:
     num_cache_hits: int = 0
     step_s: float = 0.0
     device_s: float = 0.0
+    busy_s: float = 0.0
+    predicted_s: float = 0.0
     kv_block_s: float = 0.0
 
 
@@ -128,6 +130,7 @@ class Scheduler:
         self._stuck: tuple[Sequence, int] | None = None  # a head of the queue, and its class, that none gave way to
         self._ask_again = 0  # from this step on
         self._landed_s = 0.0  # when the last step came back
+        self._is_busy = False  # then: a sequence could go on
         self._outlook: Outlook | None = None
         self._looked_s = -math.inf
         self._look_ahead(-math.inf)  # where steps were timed at start
@@ -309,9 +312,13 @@ class Scheduler:
         if plan is not None:
             assert len(self.in_flight) < self.limits.max_in_flight, "a step has to come back first"
             plan.host_copies = self.host.take_copies()
+            if self._is_busy and not has_flights:
+                self._counts.busy_s += now - self._landed_s
             has_suspects = bool(states.suspects) and not states.suspects.isdisjoint(builder.sequences)
             rows = builder.sequences, builder.other_rows, builder.work
             self.in_flight.append(Flight(plan, *rows, now, has_suspects, self.drafts.drafting_s))
+        elif not has_flights:
+            self._is_busy = False
         return plan
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
@@ -600,6 +607,7 @@ class Scheduler:
         if flight.has_suspects:
             self.states.suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)
         self.states.settle()
+        self._is_busy = len(self.states.running) > self.states.num_paused
         if now >= self._looked_s + LOOK_EVERY_S:
             self._look_ahead(now)
         return self.states.outbox.take(self.stats())
@@ -621,12 +629,13 @@ class Scheduler:
         """Learn from a step's duration, and charge for it."""
         counts, self.last_work = self._counts, flight.work
         self.watcher.on_step(self._landed_s, flight.work, step_s, self.step_cost)
-        self.step_cost.observe(flight.work, step_s - flight.drafting_s)
+        counts.predicted_s += self.step_cost.observe(flight.work, step_s - flight.drafting_s)
         num_held = self.states.charges.charge_step(flight, self.states.running, step_s)
         counts.num_steps += 1
         counts.num_rows += len(flight.sequences)
         counts.step_s = step_s
         counts.device_s += step_s
+        counts.busy_s += step_s
         counts.kv_block_s += num_held * step_s
 
     def _take_prompt_logprobs(self, flight: Flight, output: StepOutput, lost: set[int]) -> None:
@@ -804,6 +813,7 @@ class Scheduler:
         rate += sum([1 / tokens_left(mean, *one) - 1 / mean for one in decoding if one[0] > 2 * mean])
         self._outlook = Outlook(
             step_cost_s=cost_s,
+            fit=self.step_cost.fit,
             max_sequences=limits.max_sequences,
             max_batch_tokens=limits.max_batch_tokens,
             num_kv_tokens=limits.num_blocks * limits.block_size,

@@ -191,16 +191,9 @@ class _Search:
             _Conflict: one of the ways cannot be. The others were told, or will not be.
         """
         schemas = [schema for _, schema in parts]
-        given = [_list(one, "enum") for one in schemas if _list(one, "enum")]
-        given += [[one["const"]] for one in schemas if "const" in one]
-        if given:
+        if given := _given(schemas):
             self._count(sum(map(len, given)) * len(schemas) // 2)
-            values = given[0]
-            for others in given[1:]:
-                known = set(map(_canonical, others))
-                values = [value for value in values if _canonical(value) in known]
-            fitting = [value for value in values if all(_takes(schema, value) for schema in schemas)]
-            if not fitting:
+            if not (fitting := fitting_values(schemas)):
                 raise _Conflict("no value of its enum or const fits what stands beside it")
             yield min(map(_length, fitting)), []
             return
@@ -257,6 +250,24 @@ class _Search:
     def _value(self, parts: _Parts) -> _Node:
         """Of a value within another: `True` alone where anything may be."""
         return self.node([part for part in parts if part[1] is not True] or [(parts[0][0], True)])
+
+
+def fitting_values(schemas: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Of the schemas' enum and const, of which there is one at least: the values that each schema takes.
+
+    What is within objects and arrays, patterns and combinations are not looked at.
+    """
+    values, *rest = _given(schemas)
+    for others in rest:
+        known = set(map(_canonical, others))
+        values = [value for value in values if _canonical(value) in known]
+    return [value for value in values if all(_takes(schema, value) for schema in schemas)]
+
+
+def _given(schemas: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The values of each enum and const."""
+    given = [_list(one, "enum") for one in schemas if _list(one, "enum")]
+    return given + [[one["const"]] for one in schemas if "const" in one]
 
 
 def _property(path: str, schema: Mapping[str, Any], name: str) -> tuple[str, Any]:

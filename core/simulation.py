@@ -29,8 +29,10 @@ from core.plan import (
     SequenceStart,
     StepOutput,
     StepPlan,
+    TimedRow,
 )
 from core.scheduler import Scheduler
+from core.step_cost import LEAST_STEPS, StepWork
 from core.types import Message, Request, StepDelivery, Submit, TokenLogprobs, Usage
 
 Prefix = bytes | memoryview  # token ids, 32 bits each
@@ -65,6 +67,16 @@ class CostModel:
 
     def step_s(self, plan: StepPlan) -> float:
         return self.fixed_s + self.token_s * plan.num_tokens
+
+
+def timed_rows(took_s: Callable[[StepWork], float]) -> tuple[TimedRow, ...]:
+    """What a server has timed at start: chunks of a prompt, and single tokens."""
+    found = []
+    for start, end in ((0, 64), (64, 256), (256, 512), (0, 512), (512, 513)):
+        work = StepWork()
+        work.add(start, end, num_prompt_tokens=512)
+        found.append(TimedRow(start, end, 512, took_s(work)))
+    return tuple(found * LEAST_STEPS)
 
 
 def sampled_token(prefix: Prefix, seed: int, vocab_size: int) -> int:
@@ -300,6 +312,7 @@ class Simulation:
         runner: makes the model.
         inter_token_target: see EngineConfig.
         messages: for the engine, each with its time: as clients leave, or read slowly.
+        scheduler: makes it.
     """
 
     def __init__(
@@ -313,10 +326,11 @@ class Simulation:
         runner: Callable[[RunnerLimits, CostModel, SimulatedClock], Runner[StepPlan]] = SimulatedRunner,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
         messages: Iterable[tuple[float, Message]] = (),
+        scheduler: Callable[..., Scheduler] = Scheduler,
     ) -> None:
         self.clock = SimulatedClock()
         self.traces = {request.request_id: RequestTrace(request) for request in requests}
-        self.scheduler = Scheduler(limits, eos_ids, seeds=lambda: 0, inter_token_target=inter_token_target)
+        self.scheduler = scheduler(limits, eos_ids, seeds=lambda: 0, inter_token_target=inter_token_target)
         self._coming = deque(sorted((trace.request for trace in self.traces.values()), key=lambda r: r.arrival_s))
         self._messages = deque(sorted(messages, key=itemgetter(0)))
         self._inbox: deque[Message] = deque()
@@ -328,14 +342,21 @@ class Simulation:
     def run(self) -> list[RequestTrace]:
         """Step until every request has ended, skipping idle time. Returns the traces in order of arrival."""
         while self._coming or self._num_inside:
-            self._enter()
-            if self._engine.step():
-                self._on_step(self.scheduler)
-            elif self._coming or self._messages:
-                arrivals = (request.arrival_s for request in islice(self._coming, 1))
-                next_s = min([*arrivals, *(at_s for at_s, _ in islice(self._messages, 1))])
-                self.clock.now = max(self.clock.now, next_s)
+            self.advance()
         return sorted(self.traces.values(), key=lambda trace: trace.request.arrival_s)
+
+    def advance(self) -> bool:
+        """Run one step, or skip idle time. False: there is nothing to wait for."""
+        self._enter()
+        if self._engine.step():
+            self._on_step(self.scheduler)
+        elif self._coming or self._messages:
+            arrivals = (request.arrival_s for request in islice(self._coming, 1))
+            next_s = min([*arrivals, *(at_s for at_s, _ in islice(self._messages, 1))])
+            self.clock.now = max(self.clock.now, next_s)
+        else:
+            return False
+        return True
 
     def _enter(self) -> None:
         num_may_enter = self._num_may_enter(self._num_inside)

@@ -83,6 +83,7 @@ class StepCostModel:
         prompt_tile, few_tokens: see RunnerLimits.
 
     Attributes:
+        fit: the coefficients, in the order above.
         is_ready: enough steps of both kinds were measured to predict one.
         error_p50, error_p90: of the last steps: |predicted - measured| / measured.
         late_p90: nine of ten of the last steps exceeded their prediction by at most this share; at most MOST_LATE.
@@ -96,8 +97,8 @@ class StepCostModel:
         self.coefficients_s: Features = NOMINAL_S
         self.is_ready = False
         self.error_p50 = self.error_p90 = self.late_p90 = 0.0
-        self._fit: Features = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self._linear_s = self._fit  # see coefficients_s
+        self.fit: Features = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._linear_s = self.fit  # see coefficients_s
         self._num_own = 1  # own tokens of the last step that had any
         self._with_prompts, self._without = _Memory(), _Memory()
         self._spread = FIRST_SPREAD
@@ -122,9 +123,7 @@ class StepCostModel:
 
     def predict(self, work: StepWork) -> float:
         """Seconds; meaningless before is_ready."""
-        fixed, a, b, c, d = self._fit
-        num_beyond = max(0, work.prompt_tokens + work.own_tokens - self.few_tokens)
-        return fixed + a * num_beyond + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
+        return predicted_s(self.fit, work, self.few_tokens)
 
     def prefill_s(self, start: int, end: int, num_prompt_tokens: int, num_few: int = 0) -> float:
         """What positions `start` to `end` - 1 of a sequence with so long a prompt add to a step.
@@ -144,15 +143,15 @@ class StepCostModel:
         Args:
             num_few: how many tokens the step still has below the few.
         """
-        _, a, _, c, d = self._fit
+        _, a, _, c, d = self.fit
         num_tokens = end - start
         return a * max(0, num_tokens - num_few) + c * num_tokens + d * (end * (end + 1) - start * (start + 1)) / 2
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step; one of no duration is ignored."""
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """Learn from a step; one of no duration is ignored. Returns its prediction, before is_ready its duration."""
         self._has_prompt = work.prompt_tokens > 0
         if seconds <= 0:
-            return
+            return seconds
         predicted = self.predict(work)
         if self.is_ready and predicted > 0:
             self._note_excess(seconds / predicted - 1)
@@ -162,8 +161,10 @@ class StepCostModel:
         memory.note(features, seconds, self._weight(predicted, seconds))
         self._num_own = work.own_tokens or self._num_own
         self._num_observed += 1
+        was_ready = self.is_ready
         if memory.is_due or abs(predicted - seconds) > SURPRISE * seconds:
             self._solve()
+        return predicted if was_ready else seconds
 
     def observe_row(self, start: int, end: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step of one row; see StepWork.add."""
@@ -182,7 +183,7 @@ class StepCostModel:
 
     def _solve(self) -> None:
         moments = (self._with_prompts.learn() + self._without.learn()).tolist()
-        self._fit = fixed, a, b, c, d = _descend(moments, self._fit)
+        self.fit = fixed, a, b, c, d = _descend(moments, self.fit)
         self._linear_s = fixed, a, b, c + a * max(0.0, 1 - self.few_tokens / self._num_own), d
         self.is_ready = min(self._with_prompts.num_steps, self._without.num_steps) >= LEAST_STEPS
         if self.is_ready:
@@ -362,6 +363,13 @@ def allow_prefill(
     soon = StepWork(own_tokens=num_soon, own_kv=decodes.own_kv)
     seconds = inter_token_target / (1 + model.late_p90) * model.predict(soon) - model.predict(decodes)
     return PrefillAllowance(model, seconds, num_few=num_few)
+
+
+def predicted_s(fit: Features, work: StepWork, few_tokens: int) -> float:
+    """What a step takes: see StepCostModel."""
+    fixed, a, b, c, d = fit
+    num_beyond = max(0, work.prompt_tokens + work.own_tokens - few_tokens)
+    return fixed + a * num_beyond + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
 
 
 def row_cost_s(coefficients_s: Features, work: StepWork) -> float:

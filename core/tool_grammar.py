@@ -4,28 +4,38 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Whatever the
 reads as calls whose arguments fit the functions' schemas. No I/O. Thread: any.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from core.answer_parts import parameter_types, typed
-from core.constraints import keywords_of
+from core.answer_parts import NAME, parameter_types, typed
+from core.constraints import ANNOTATIONS, escapes_in, json_text, pointed
 from core.errors import InvalidRequest
+from core.shortest_answer import fitting_values
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
+WrittenOut = TaggedArguments | LiteralArguments  # each parameter by itself
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Of a value that is written bare only these can be held; of one that is written as a literal only a string's
-_STRING_KEYWORDS = {"minLength", "maxLength", "pattern"}
+# What can be held of a value that is not written as JSON: other types' keywords say nothing of it
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_LENGTHS = {"minLength", "maxLength"}
+_KEYWORDS: Mapping[str, set[str]] = {
+    "string": _LENGTHS | {"pattern"},
+    "integer": _BOUNDS | {"multipleOf"},
+    "number": _BOUNDS | {"multipleOf"},
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+_HELD_KEYWORDS = {"type"}.union(*_KEYWORDS.values())
+_BESIDE_VALUES = {"type", "enum", "const", "minItems", "maxItems", "required", *_LENGTHS, *_BOUNDS}
+_ANY: Schema = {}
+_TEXT: Schema = {"type": "string"}
 _MOST = 10**18 - 1  # of INTEGER
-_HELD_KEYWORDS = {"type", "enum", "const", "properties", "required", "items", "additionalProperties"}
-_IGNORED_KEYWORDS = {"title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor"}
 # What a parameter's bare text may not be, by the other types that it may have: it would be read as one of them
 _READ_AS = {
     "null": "[Nn](one|ull)",
@@ -41,6 +51,7 @@ _TERMINALS = r"""
 TEXT: /(?s:.*)/
 INTEGER: /-?(0|[1-9][0-9]{0,17})/
 NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
+PARAMETER: /[A-Za-z_][A-Za-z0-9_.\-]{0,63}/
 PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"|'([^'\\\x00-\x1f]|\\["'\\nrt])*'/
 """
 
@@ -132,7 +143,7 @@ def allowed_calls(
     if writer.begin in special:
         lead = f"{text} {writer.literal(writer.begin)}"
     else:
-        lead = f"{text} " * bool(free_ids) + writer.rule("lead[lazy]", f"TEXT {_quoted(writer.begin)}")
+        lead = f"{text} " * bool(free_ids) + writer.rule("lead[lazy]", f"TEXT {json_text(writer.begin)}")
     return writer.grammar(f"{text} | {lead} {writer.section(call, '')}")
 
 
@@ -164,7 +175,7 @@ def harmony_answers(
             raise InvalidRequest(f"{words} Leave it out.", param, "unsupported_parameter")
     rules = []
     for i, tool in enumerate(tools):
-        recipient, arguments = _quoted(f" to=functions.{tool.name}"), inline_json(tool.schema, tool.is_strict)
+        recipient, arguments = json_text(f" to=functions.{tool.name}"), inline_json(tool.schema, tool.is_strict)
         header = f'({recipient} {channel} "commentary" | {channel} "commentary" {recipient}) kind'
         rules.append(f"call_{i}: {header} {message} {arguments}{'' if ids['call'] in eos_ids else ' ' + call_end}")
     next_message = f'{message} MESSAGE_TEXT {end} {start} "assistant"'
@@ -203,18 +214,18 @@ class _Writer:
         """Special tokens are no text to the grammar."""
         if text in self._special:
             return f"<[{self._special[text]}]>"
-        return _quoted(text)
+        return json_text(text)
 
     def section(self, call: str, begin: str) -> str:
         form = self._form
-        end = f"{_quoted(form.pad)} {self.literal(form.end)}" if form.end and not form.opens_answer else '""'
+        end = f"{json_text(form.pad)} {self.literal(form.end)}" if form.end and not form.opens_answer else '""'
         if form.brackets is None:
-            body = f"{_quoted(form.pad)} {call} {end}"
-            more = self._more(f"{_quoted(form.before)} {self.literal(self.begin)} {body}")
+            body = f"{json_text(form.pad)} {call} {end}"
+            more = self._more(f"{json_text(form.before)} {self.literal(self.begin)} {body}")
             return f"{self.literal(begin)} {body} {more}"
         marks = form.brackets
-        more = self._more(f"{_quoted(marks.separator + ' ')} {call}")
-        return f"{self.literal(begin)} {_quoted(form.pad + marks.begin)} {call} {more} {_quoted(marks.end)} {end}"
+        more = self._more(f"{json_text(marks.separator + ' ')} {call}")
+        return f"{self.literal(begin)} {json_text(form.pad + marks.begin)} {call} {more} {json_text(marks.end)} {end}"
 
     def opened(self, tools: Sequence[Tool]) -> str:
         """Calls that open the answer, or text that does not begin as they do, perhaps with calls behind a mark.
@@ -229,17 +240,17 @@ class _Writer:
             if isinstance(form.call, JsonCall):
                 head = f'{_BLANK}{_TYPED_HEAD}{_key("name")}"{re.escape(tool.name)}"{_BLANK},{_BLANK}'
                 head += f"{_key(form.call.arguments_key)}"
-                rest = f"{inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
+                rest = f"{inline_json(tool.schema, tool.is_strict)} {json_text('}')}"
             else:
                 head = f"{_BLANK}\\[{_BLANK}{re.escape(tool.name)}{_BLANK}\\("
                 rest = self._arguments(tool)
             self._rules.append(f"HEAD_{i}: /{head}/")
             firsts.append(self.rule(f"first_{i}", f"HEAD_{i} {rest}"))
-        mark, more = re.escape(form.begins[0]), self._more(f"{_quoted(form.brackets.separator + ' ')} {call}")
+        mark, more = re.escape(form.begins[0]), self._more(f"{json_text(form.brackets.separator + ' ')} {call}")
         begins = _JSON_BEGINS if isinstance(form.call, JsonCall) else _LIST_BEGINS
         excluded = begins.replace("NAMES", names)
         self._rules.append(f"FREE: /(?s:.*)/ & ~/{excluded}(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
-        calls = f"({' | '.join(firsts)}) {more} {_quoted(form.brackets.end)}"
+        calls = f"({' | '.join(firsts)}) {more} {json_text(form.brackets.end)}"
         marked = f"FREE {self.literal(self.begin)} {self.section(call, '')}" if self.begin in self._special else ""
         return self.grammar(" | ".join(filter(None, (calls, "FREE", marked))))
 
@@ -256,131 +267,128 @@ class _Writer:
     def _call(self, tool: Tool) -> str:
         call = self._form.call
         if isinstance(call, JsonCall):
-            head = f'{{"name": {_json(tool.name)}, "{call.arguments_key}": '
-            return f"{_quoted(head)} {inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
-        return f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
+            head = f'{{"name": {json_text(tool.name)}, "{call.arguments_key}": '
+            return f"{json_text(head)} {inline_json(tool.schema, tool.is_strict)} {json_text('}')}"
+        return f"{json_text(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
 
     def _arguments(self, tool: Tool) -> str:
         """What follows a named call's name, with its end."""
         call = self._form.call
         assert isinstance(call, NamedCall), "it names the function first"
-        mark = ""  # the end of a text, which no text has
-        if isinstance(call.arguments, TaggedArguments):
-            mark = call.arguments.value_end
-        elif isinstance(call.arguments, LiteralArguments) and not call.arguments.has_escapes:
-            mark = call.arguments.quotes[0]
-        if tool.is_strict:
-            _check_mark(tool, mark)
-        elif not isinstance(call.arguments, JsonArguments):
-            reduced = reduced_schema(tool.schema, mark)
-            for name, one in (
-                reduced.get("properties", {}).items() if isinstance(call.arguments, TaggedArguments) else ()
-            ):
-                types = parameter_types(tool.schema, name)
-                if not {"type", "enum", "const"} & one.keys() and (not types or "string" in types):
-                    one["type"] = "string"  # bare text: the parser tells the types
-            tool = replace(tool, schema=reduced)
-        alternatives = _objects(tool.schema, tool.place) if tool.is_strict else [tool.schema]
-        match call.arguments:
-            case TaggedArguments():
-                arguments = f"({' | '.join(self._tagged(call.arguments, tool, one) for one in alternatives)})"
-            case LiteralArguments():
-                form = call.arguments
-                pairs = " | ".join(
-                    self._pairs(form, one, tool.place, tool.schema, form.assign, "") for one in alternatives
-                )
-                arguments = f"({pairs}) {_quoted(form.end)}"
-            case _:
-                arguments = inline_json(tool.schema, tool.is_strict)
-        return f"{arguments} {_quoted(call.end)}"
+        if isinstance(call.arguments, JsonArguments):
+            return f"{inline_json(tool.schema, tool.is_strict)} {json_text(call.end)}"
+        try:
+            schemas = _objects(tool.schema, tool.place)
+            if not tool.is_strict:
+                schemas = [reduced_schema(one) for one in schemas]
+            arguments = [self._properties_of(call.arguments, tool, one) for one in schemas]
+        except CannotHold:
+            if tool.is_strict:
+                raise
+            least = reduced_schema(tool.schema)
+            names = [one for one in least.get("properties", ()) if _spelled(call.arguments, one) is not None]
+            least["properties"] = dict.fromkeys(names, _ANY)
+            least["required"] = [one for one in least.get("required", ()) if one in names]
+            arguments = [self._properties_of(call.arguments, tool, least)]
+        return f"({' | '.join(arguments)}) {json_text(call.end)}"
 
-    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema) -> str:
+    def _properties_of(self, form: WrittenOut, tool: Tool, parameters: Schema) -> str:
+        """Args: parameters: an alternative of the tool's."""
+        is_open = parameters.get("additionalProperties", True) is not False and not parameters.get("properties")
+        is_open &= not tool.is_strict
+        if isinstance(form, TaggedArguments):
+            return self._tagged(form, tool, parameters, is_open)
+        if is_open:
+            value = self._literal_value(form, _ANY, tool.place, tool.schema)
+            pairs = _listed(f"PARAMETER {json_text(form.assign)} {value}", _separator(form), _ANY)
+        else:
+            pairs = self._pairs(form, parameters, tool.place, tool.schema, form.assign)
+        return f"{pairs} {json_text(form.end)}"
+
+    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema, is_open: bool) -> str:
+        """Args: is_open: the parameters have any names."""
         required = parameters.get("required", ())
         gap = "\n" if form.has_newlines else ""
+        before = form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
+        end = gap + form.value_end + "\n"
+        if is_open:
+            value = self._bare_value([_TEXT], end, tool.place, _ANY, frozenset())
+            return f"({json_text(form.key_begin)} PARAMETER {json_text(before)} {value})*"
         parts = []
-        for name, schema in _properties(parameters, tool.place).items():
-            begin = form.key_begin + name + form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
-            types = parameter_types({**tool.schema, **parameters}, name)
-            path = f"{tool.place}.properties.{name}"
-            value = self._tagged_value(schema, gap + form.value_end + "\n", path, tool.schema, types)
-            parts.append(f"({_quoted(begin)} {value}){'' if name in required else '?'}")
+        for name, schema in _properties(form, parameters, tool.place).items():
+            path, types = f"{tool.place}.properties.{name}", parameter_types(tool.schema, name)
+            value = self._tagged_value(schema, end, path, tool.schema, types)
+            parts.append(f"({json_text(form.key_begin + name + before)} {value}){'' if name in required else '?'}")
         return " ".join(parts)
 
     def _tagged_value(self, schema: Schema, end: str, path: str, root: Schema, types: frozenset[str]) -> str:
         """Strings are written bare, other types as JSON."""
-        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-        if values:
-            texts = [text for one in values if typed(text := _bare(one), types) == _json(one)]
-            if not texts:
-                raise CannotHold(path, "enum")
-            return f"({' | '.join(map(_quoted, texts))}) {_quoted(end)}"
-        if not types:  # it is read as a string, and has no other bounds
-            schema = {"type": "string", **{key: one for key, one in schema.items() if key not in _BOUNDS}}
-        if schema.get("type") == "string":
-            _check(schema, path, _STRING_KEYWORDS)
-            self._rules.append(f"{(name := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, end)}")
-            return self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", name)
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        if "string" in types:
-            return self._bare_union(_alternatives(schema, path, root), end, path, definitions, types)
+        if not types or "string" in types:
+            return self._bare_value(_alternatives(schema, path, root), end, path, definitions, types)
         for keyword in {"anyOf", "oneOf"} & schema.keys():
             if any(not parameter_types({**root, "properties": {"": one}}, "") for one in schema[keyword]):
                 raise CannotHold(path, keyword)  # JSON of any type, which is read as a string
-        return f"{inline_json({**definitions, **schema})} {_quoted(end)}"
+        return f"{inline_json({**definitions, **schema})} {json_text(end)}"
 
-    def _bare_union(
+    def _bare_value(
         self, schemas: Sequence[Schema], end: str, path: str, definitions: Schema, types: frozenset[str]
     ) -> str:
         """One lexeme of all that is bare text or a scalar; arrays and objects, which begin as no such text does."""
         blank = r"[\s\x1c-\x1f]*"
         read = "|".join(sorted({_READ_AS[one] for one in types if one in _READ_AS}))
-        excluded = f"{blank}({read}){blank}"
         texts, others = [], []
         for schema in schemas:
-            values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-            kind = schema.get("type")
-            if values:
-                _check(schema, path, set())
-                for one in values:
-                    if isinstance(one, list | dict):
-                        raise CannotHold(path, "enum")
-                    if not (isinstance(one, str) and read and re.fullmatch(excluded, one)):
-                        texts.append(_quoted(_bare(one)))
+            kind = schema.get("type", "string")
+            if (values := _values(schema, path, end.strip())) is not None:
+                texts += [json_text(text) for one in values if typed(text := _bare(one), types) == json_text(one)]
             elif kind == "string":
-                _check(schema, path, _STRING_KEYWORDS)
-                texts.append(f"({_string_regex(schema, end)} & ~/{excluded}/)" if read else _string_regex(schema, end))
+                _check(schema, path)
+                text = _string_regex(schema, end, path)
+                texts.append(f"({text} & ~/{blank}({read}){blank}/)" if read else text)
             elif kind in _BARE_SCALARS:
-                _check(schema, path, _BOUNDS if kind in ("integer", "number") else set())
-                is_bounded = bool(_BOUNDS & schema.keys())
+                _check(schema, path)
+                is_bounded = kind in _KEYWORDS and bool(_KEYWORDS[kind] & schema.keys())
                 texts.append(f"/{_number_regex(schema, path)}/" if is_bounded else _BARE_SCALARS[kind])
             elif kind in ("array", "object"):
-                others.append(f"{inline_json({**definitions, **schema})} {_quoted(end)}")
+                others.append(f"{inline_json({**definitions, **schema})} {json_text(end)}")
             else:
                 raise CannotHold(path, next(iter(schema), "type"))
         if texts:
             name = f"VALUE_{len(self._rules)}"
             self._rules.append(f"{name}: {' | '.join(texts)}")
-            others.append(self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", name))
+            others.append(self.rule(f"text_{len(self._rules)}[suffix={json_text(end)}]", name))
         if not others:
-            raise CannotHold(path, "enum")
+            raise CannotHold(path, "enum", "Each of its texts is read as another value")
         return f"({' | '.join(others)})"
 
-    def _pairs(self, form: LiteralArguments, schema: Schema, path: str, root: Schema, assign: str, quote: str) -> str:
-        """The properties in the schema's order: `first` of those that begin there, `rest` behind another."""
+    def _pairs(
+        self, form: LiteralArguments, schema: Schema, path: str, root: Schema, assign: str, is_inner: bool = False
+    ) -> str:
+        """The properties in the schema's order: `first` of those that begin there, `rest` behind another.
+
+        Args:
+            is_inner: they are of an object within the arguments.
+        """
         required = schema.get("required", ())
-        separator = _quoted(", " if form.has_escapes else ",")
+        separator = _separator(form)
         first = rest = '""'
-        for name, one in reversed(_properties(schema, path).items()):
+        for name, one in reversed(_properties(form, schema, path, is_inner).items()):
             value = self._literal_value(form, one, f"{path}.properties.{name}", root)
-            pair = self.rule(f"pair_{len(self._rules)}", f"{_quoted(quote + name + quote + assign)} {value}")
+            head = f"{_spelled(form, name, is_inner)}{assign}"
+            pair = self.rule(f"pair_{len(self._rules)}", f"{json_text(head)} {value}")
             is_required = name in required
             first = f"{pair} {rest}" + ("" if is_required else f" | {first}")
             rest = f"{separator} {pair} {rest}" if is_required else f"({separator} {pair})? {rest}"
             first, rest = (self.rule(f"pairs_{len(self._rules)}", one) for one in (first, rest))
         return first
 
-    def _literal_value(self, form: LiteralArguments, schema: Schema, path: str, root: Schema) -> str:
+    def _literal_value(self, form: LiteralArguments, schema: Schema | bool, path: str, root: Schema) -> str:
         """Its rule, which may need itself."""
+        if isinstance(schema, bool):
+            if not schema:
+                raise CannotHold(path, "false")
+            schema = _ANY
         is_new = id(schema) not in self._values
         _, name = self._values.setdefault(id(schema), (schema, f"value_{len(self._values)}"))
         if is_new:
@@ -392,37 +400,39 @@ class _Writer:
 
     def _literal_of_type(self, form: LiteralArguments, schema: Schema, path: str, root: Schema) -> str:
         kind = schema.get("type")
-        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-        used = {"string": _STRING_KEYWORDS, "array": {"minItems", "maxItems"}, "integer": _BOUNDS, "number": _BOUNDS}
-        _check(schema, path, set() if values or not isinstance(kind, str) else used.get(kind, set()))
-        if values:
-            return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
-        is_bounded = bool(schema.keys() & (_STRING_KEYWORDS | _BOUNDS))
+        quote, separator = form.quotes[-1], _separator(form)
+        if (values := _values(schema, path, "" if form.has_escapes else quote)) is not None:
+            return f"({' | '.join(json_text(_literal(form, one)) for one in values)})"
+        _check(schema, path)
+        own = schema.keys() & _KEYWORDS.get(str(kind), set())
+        if own and (kind in ("integer", "number") or (kind == "string" and form.has_escapes)):  # Python's are JSON's
+            return inline_json({key: schema[key] for key in ("type", *sorted(own))})
         match kind:
-            case "string" if form.has_escapes:  # JSON's texts are Python's
-                return inline_json(schema) if is_bounded else "PYTHON_STRING"
+            case "string" if form.has_escapes:
+                return "PYTHON_STRING"
             case "string":
-                quote, text = form.quotes[0], "TEXT"
-                if is_bounded:
-                    self._rules.append(f"{(text := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, quote)}")
-                return f"{_quoted(quote)} {self.rule(f'text_{len(self._rules)}[suffix={_quoted(quote)}]', text)}"
+                text = "TEXT"
+                if own:
+                    self._rules.append(f"{(text := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, quote, path)}")
+                return f"{json_text(quote)} {self.rule(f'text_{len(self._rules)}[suffix={json_text(quote)}]', text)}"
+            case "integer" | "number":
+                return str(kind).upper()
             case "boolean" | "null":
                 values = [True, False] if kind == "boolean" else [None]
-                return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
+                return f"({' | '.join(json_text(_literal(form, one)) for one in values)})"
             case "array":
-                separator = _quoted(", " if form.has_escapes else ",")
                 item = self._literal_value(form, schema.get("items", {}), f"{path}.items", root)
-                least, most = schema.get("minItems", 0), schema.get("maxItems")
-                more = f"({separator} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-                some = '""' if most == 0 else f"({item} {more}){'' if least else '?'}"
-                return f"{_quoted('[')} {some} {_quoted(']')}"
+                return f"{json_text('[')} {_listed(item, separator, schema)} {json_text(']')}"
             case "object":
-                quote, assign = form.quotes[-1], ": " if form.has_escapes else ":"
-                return f"{_quoted('{')} {self._pairs(form, schema, path, root, assign, quote)} {_quoted('}')}"
-            case "integer" | "number":
-                if is_bounded:
-                    return f"/{_number_regex(schema, path)}/"
-                return "INTEGER" if kind == "integer" else "NUMBER"
+                assign = ": " if form.has_escapes else ":"
+                more = schema.get("additionalProperties", True)
+                if schema.get("properties") or schema.get("required") or more is False:
+                    pairs = self._pairs(form, schema, path, root, assign, is_inner=True)
+                else:  # names are free
+                    name = self._literal_value(form, _TEXT, path, root)
+                    value = self._literal_value(form, more, path, root)
+                    pairs = _listed(f"({name} {json_text(assign)} {value})", separator, _ANY)
+                return f"{json_text('{')} {pairs} {json_text('}')}"
             case _:
                 raise CannotHold(path, min(schema, default="anyOf"))
 
@@ -433,9 +443,9 @@ def _alternatives(schema: Any, path: str, root: Schema, depth: int = 0) -> list[
     Raises:
         CannotHold: it says more than that.
     """
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        raise CannotHold(path, "$ref" if depth > _MAX_DEPTH else "anyOf")
-    schema = {key: one for key, one in schema.items() if key not in _IGNORED_KEYWORDS | {"$defs", "definitions"}}
+    if depth > _MAX_DEPTH:
+        raise CannotHold(path, "$ref")
+    schema = _merged(schema, path, root)
     if schema.keys() in ({"anyOf"}, {"oneOf"}):
         [(keyword, branches)] = schema.items()
         found_kinds = [parameter_types({**root, "properties": {"": one}}, "") for one in branches]
@@ -443,59 +453,111 @@ def _alternatives(schema: Any, path: str, root: Schema, depth: int = 0) -> list[
         if keyword == "oneOf" and sum(map(len, found_kinds)) != len(merged):
             raise CannotHold(path, keyword)
         return [found for one in branches for found in _alternatives(one, path, root, depth + 1)]
-    if schema.keys() == {"$ref"} and (match := re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(schema["$ref"]))):
-        return _alternatives(root.get(match[1], {}).get(match[2]), path, root, depth + 1)
     if isinstance(kinds := schema.get("type"), list) and not {"enum", "const"} & schema.keys():
-        used = {"string": _STRING_KEYWORDS, "array": {"items", "minItems", "maxItems"}}
-        used |= {"integer": _BOUNDS, "number": _BOUNDS, "object": {"properties", "required", "additionalProperties"}}
-        known = {"type"}.union(*(used.get(kind, set()) for kind in kinds))
-        if others := schema.keys() - known:
-            raise CannotHold(path, min(others))
-        return [{"type": kind} | {key: schema[key] for key in used.get(kind, set()) & schema.keys()} for kind in kinds]
+        return [{**schema, "type": kind} for kind in kinds]
     return [schema]
 
 
-def _check_mark(tool: Tool, mark: str) -> None:
-    """Raises CannotHold: a value has to have what ends it."""
-    for path, keyword, value in keywords_of(tool.schema, tool.place) if mark else ():
-        if keyword in ("enum", "const", "pattern") and mark in _json(value).replace("\\", ""):
-            raise CannotHold(path, keyword, f"It has {mark!r}, which ends a value in this format")
+def _merged(schema: Any, path: str, root: Schema) -> dict[str, Any]:
+    """A schema, what it refers to, and what holds together with it, as one. Raises CannotHold: they say different."""
+    found, waiting = dict[str, Any](), [("anyOf", schema)]
+    for keyword, part in waiting:
+        if not (part is True or isinstance(part, Mapping)) or len(waiting) > _MAX_DEPTH:
+            raise CannotHold(path, keyword)
+        for key, one in () if part is True else part.items():
+            if key == "allOf":
+                waiting += [(key, each) for each in one]
+            elif key == "$ref":
+                waiting.append((key, pointed(root, str(one))))
+            elif key not in ANNOTATIONS and found.setdefault(key, one) != one:
+                raise CannotHold(path, keyword)
+    return found
+
+
+def _values(schema: Schema, path: str, mark: str) -> list[Any] | None:
+    """Those of its enum and const that fit what stands beside them; None: it has neither.
+
+    Raises:
+        CannotHold: more stands beside them than is understood here; none fits; or one has the mark that would end it.
+    """
+    if not (found := {"enum", "const"} & schema.keys()):
+        return None
+    keyword, values = min(found), fitting_values([schema])
+    if others := schema.keys() - _BESIDE_VALUES:
+        raise CannotHold(path, min(others))
+    if not values:
+        raise CannotHold(path, keyword, "None of its values fits what stands beside it")
+    _check_mark(json_text(values), mark, path, keyword)
+    return values
+
+
+def _check_mark(text: str, mark: str, path: str, keyword: str) -> None:
+    """Args: mark: ends a value; "": nothing in it does. Raises CannotHold: the text has it."""
+    if mark and mark in text:
+        raise CannotHold(path, keyword, f"It has {mark!r}, which ends a value in this format")
+
+
+def _listed(item: str, separator: str, schema: Schema) -> str:
+    """As many as the schema's minItems and maxItems say."""
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    more = f"({separator} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+    return '""' if most == 0 else f"({item} {more}){'' if least else '?'}"
 
 
 def _objects(schema: Schema, path: str) -> Sequence[Schema]:
     """The alternatives of a function's parameters. Raises CannotHold: they are bound by more than their names."""
-    known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | _IGNORED_KEYWORDS
-    num_required = len(schema.get("required", ()))
-    branches = schema["anyOf"] if "anyOf" in schema and "properties" not in schema else [schema]
-    for one in branches:
-        others = one.keys() - known - ({"minProperties"} if one.get("minProperties", 0) <= num_required else set())
-        if others or (one is not schema and one.get("type") != "object"):
-            raise CannotHold(path, min(others, default="anyOf"))
-    if others := schema.keys() - known - {"anyOf"} if branches != [schema] else ():
+    whole = _merged(schema, path, schema)
+    branches = [_merged(one, path, schema) for one in whole.pop("anyOf", ())]
+    if others := whole.keys() - {"type"} if branches else ():
         raise CannotHold(path, min(others))
-    return branches
+    for one in branches or [whole]:
+        others = one.keys() - _KEYWORDS["object"] - {"type"}
+        if one.get("minProperties", 0) <= len(set(one.get("required", ()))):
+            others -= {"minProperties"}
+        if others or one.get("type") != "object":
+            raise CannotHold(path, min(others, default="anyOf"))
+    return branches or [whole]
 
 
 def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)
+    return value if isinstance(value, str) else json_text(value)
 
 
-def _properties(schema: Schema, path: str) -> dict[str, Schema]:
-    if False in (properties := dict(schema.get("properties", {}))).values():
+def _properties(form: WrittenOut, schema: Schema, path: str, is_inner: bool = False) -> dict[str, Schema]:
+    """Raises CannotHold: the format cannot write one of them, or they lack what is required."""
+    properties = dict(schema.get("properties", {}))
+    if False in properties.values():
         raise CannotHold(path, "false")
+    for name in schema.get("required", ()):
+        if name not in properties:
+            raise CannotHold(path, "required", f"{name!r} is not among its properties")
+    for name in properties:
+        if _spelled(form, name, is_inner) is None:
+            raise CannotHold(path, "properties", f"{name!r} cannot be written as a name in this format")
     return {name: {} if one is True else one for name, one in properties.items()}
 
 
-def _check(schema: Schema, path: str, others: set[str]) -> None:
-    for keyword in schema:
-        if keyword not in _HELD_KEYWORDS | _IGNORED_KEYWORDS | others:
-            raise CannotHold(path, keyword)
+def _spelled(form: WrittenOut, name: str, is_inner: bool = False) -> str | None:
+    """A parameter's name, or a property's of an object within; None: it would be read as something else."""
+    if isinstance(form, TaggedArguments):
+        return name if name == name.strip() and form.key_end not in name else None
+    if not is_inner:
+        return name if NAME.fullmatch(name) else None
+    if form.has_escapes:
+        return repr(name)
+    return None if form.quotes[0] in name else form.quotes[0] + name + form.quotes[0]
 
 
-def _string_regex(schema: Schema, end: str) -> str:
+def _check(schema: Schema, path: str) -> None:
+    if others := schema.keys() - _HELD_KEYWORDS:
+        raise CannotHold(path, min(others))
+
+
+def _string_regex(schema: Schema, end: str, path: str) -> str:
     """In Lark; what ends the text is not within it."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     parts = [str(schema["pattern"])] if "pattern" in schema else []
+    _check_mark("".join(parts).replace("\\", ""), end.strip(), path, "pattern")
     if not parts or least or most != "":
         parts.append(f"(?s:.{{{least},{most}}})")
     held, marks = (" & ".join(f"/{one}/" for one in _escaped(*parts)), *_escaped(re.escape(end.strip())))
@@ -505,8 +567,8 @@ def _string_regex(schema: Schema, end: str) -> str:
 def _number_regex(schema: Schema, path: str) -> str:
     """Of an integer, or a number between whole bounds."""
     is_whole = schema["type"] == "integer"
-    for keyword in _BOUNDS & schema.keys():
-        if not (is_whole or float(schema[keyword]).is_integer()):
+    for keyword in _KEYWORDS["number"] & schema.keys():
+        if keyword == "multipleOf" or not (is_whole or float(schema[keyword]).is_integer()):
             raise CannotHold(path, keyword)
     above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
     low = math.ceil(max(-_MOST, schema.get("minimum", -_MOST), above))
@@ -548,46 +610,47 @@ def _escaped(*regexes: str) -> list[str]:
     return [one.replace("/", r"\/") for one in regexes]
 
 
+def _separator(form: LiteralArguments) -> str:
+    return json_text(", " if form.has_escapes else ",")
+
+
 def _literal(form: LiteralArguments, value: Any) -> str:
-    if isinstance(value, str):
-        return _json(value) if form.has_escapes else form.quotes[0] + value + form.quotes[0]
-    return repr(value) if form.has_escapes else _json(value)
+    if form.has_escapes:
+        return json_text(value) if isinstance(value, str) else repr(value)
+    quote = form.quotes[0]
+    match value:
+        case str():
+            return quote + value + quote
+        case list():
+            return f"[{','.join(_literal(form, one) for one in value)}]"
+        case dict():
+            return f"{{{','.join(f'{_literal(form, key)}:{_literal(form, one)}' for key, one in value.items())}}}"
+        case _:
+            return json_text(value)
 
 
 def inline_json(schema: Schema, is_strict: bool = True) -> str:
-    return f"%json {_json({**schema, 'x-guidance': {**JSON_STYLE, 'lenient': not is_strict}})}"
+    options = {**JSON_STYLE, "lenient": not is_strict, "json_allowed_escapes": escapes_in(json_text(schema))}
+    return f"%json {json_text({**schema, 'x-guidance': options})}"
 
 
-def reduced_schema(schema: Any, mark: str = "") -> Any:
-    """What any format can hold of a schema.
-
-    Args:
-        mark: no text of a value has it; "": there is none.
-    """
+def reduced_schema(schema: Any) -> Any:
+    """What any format can hold of a schema."""
     if not isinstance(schema, Mapping):
         return {}
-    made = {key: value for key, value in schema.items() if key in ("type", "enum", "const", "required")}
-    for keyword in {"enum", "const"} & made.keys():
-        if mark and mark in _json(made[keyword]):
-            del made[keyword]
-    if isinstance(made.get("type"), list) or not ({"type", "enum", "const"} & made.keys()):
-        made.pop("type", None)
+    made = {key: value for key, value in schema.items() if key in ("type", "enum", "const")}
+    if {"enum", "const"} & made.keys():
+        return made
     if "properties" in schema:
-        made["properties"] = {name: reduced_schema(one, mark) for name, one in schema["properties"].items()}
+        made["properties"] = {name: reduced_schema(one) for name, one in schema["properties"].items()}
         made["required"] = [name for name in schema.get("required", ()) if name in made["properties"]]
+    if "additionalProperties" in schema:
+        made["additionalProperties"] = schema["additionalProperties"] is not False
     if "items" in schema:
-        made["items"] = reduced_schema(schema["items"], mark)
+        made["items"] = reduced_schema(schema["items"])
     return made
 
 
 def _key(name: str) -> str:
     """The expression of a JSON object's key."""
     return f'"{name}"{_BLANK}:{_BLANK}'
-
-
-def _quoted(text: str) -> str:
-    return _json(text)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

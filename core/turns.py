@@ -8,9 +8,9 @@ one cache domain meet. No I/O. Thread: the loop adds; any may look up.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -35,12 +35,14 @@ class Begun:
 
     Args:
         may_think: an answer of it may have a thought: where it has none, the template may write an empty one.
+        num_unshown: how much of an answer's end clients are not shown, if it was cut there, and cannot send back.
     """
 
     domain: Domain
     text: str
     ids: Int32Array
     may_think: bool = False
+    num_unshown: Callable[[str], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,9 @@ class TurnMemory:
         self._keep(begun, "", *answer, ids)
         if begun.may_think and not answer[0].startswith(EMPTY_THOUGHT[:7]):
             self._keep(begun, EMPTY_THOUGHT, *answer, ids)
+        if begun.num_unshown is not None and (num := begun.num_unshown(text := answer[0])):
+            shown = text[:-num].rstrip()
+            self.add(replace(begun, num_unshown=None), answer_ids, text[len(shown) :])
 
     def _keep(self, begun: Begun, thought: str, text: str, control: Sequence[ControlToken], ids: Int32Array) -> None:
         start, whole = len(begun.text) + len(thought), str.__str__(begun.text) + thought + text

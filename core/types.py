@@ -412,6 +412,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0  # duration of the last step
     outlook: Outlook | None = None  # None: too few steps were measured
     device_s: float = 0.0  # of all steps
+    busy_s: float = 0.0  # these, and the host's time between them while there was work
+    predicted_s: float = 0.0  # of all steps, as the step-cost model predicted each
     kv_block_s: float = 0.0  # see Cost
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0

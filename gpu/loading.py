@@ -1,5 +1,6 @@
 """Loads a model's files into a runner that is ready to step. Thread: engine, at start."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,12 +28,20 @@ from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
 from gpu.tune import find_operators, timed_steps
-from gpu.weights import MatrixForm, check_checkpoint, load_mtp, load_weights, prequantized_scheme
+from gpu.weights import (
+    MatrixForm,
+    check_checkpoint,
+    heads_left_out,
+    load_mtp,
+    load_weights,
+    prequantized_scheme,
+)
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; fewer of a large model, which takes longer.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3
 TIMED_FOR_S = 2.0
 WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: beyond the few rows that other kernels compute
+logger = logging.getLogger(__name__)
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 
 
@@ -75,8 +84,10 @@ def load_runner(
 
             timed = timed_steps(config, engine, choice, runner.operators, checkpoint.main_format, timing)
             runner.limits = replace(runner.limits, timed_rows=timed)
-        if mtp_bytes(config, engine, choice, checkpoint):
+        if has_head := mtp_bytes(config, engine, choice, checkpoint) > 0:
             runner.drafts = _load_mtp(runner, checkpoint, find)
+        if left_out := heads_left_out(checkpoint, config, has_head):
+            logger.info("layers that predict later tokens are left out: %s", ", ".join(left_out))
         runner.open_offload(engine, checkpoint)
         drop_code_pages()  # what warming up needed of compilers
     except DeviceError as error:

@@ -5,6 +5,7 @@ they can be; the others become floats while they load.
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from gpu.quant import FP8, QuantizedWeight, Weight, floats, pack_nibbles, prequa
 from gpu.streams import Fill
 
 logger = logging.getLogger(__name__)
+_DRAFT_LAYER = re.compile(r"(model|mtp)\.layers\.\d+|model\.mtp_\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,14 @@ def _draft_prefixes(config: ModelConfig) -> tuple[str, ...]:
     layers = range(config.num_layers, config.num_layers + config.num_draft_layers)
     own = ("mtp.",) if config.recurrence is not None else ("model.mtp_",) if layers else ()
     return (*(f"model.layers.{index}." for index in layers), *own)
+
+
+def heads_left_out(checkpoint: Checkpoint, config: ModelConfig, is_first_served: bool) -> list[str]:
+    """The checkpoint's layers that predict later tokens and are not served, by their names."""
+    drafts = (name for name in checkpoint.tensors if name.startswith(_draft_prefixes(config)))
+    found = sorted({match[0] for name in drafts if (match := _DRAFT_LAYER.match(name))})
+    first = {f"model.layers.{config.num_layers}", "mtp.layers.0"} if is_first_served else set()
+    return [name for name in found if name not in first]
 
 
 def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:

@@ -36,7 +36,6 @@ COMMANDS = {
 }
 ANSWERED_AT_ONCE = ("-h", "--help", "--version")
 IMPORT_TORCH = ("serve", "doctor", "models")
-WITHOUT_MODELS = ("keys", "usage")  # they work where a model's directory is missing
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
@@ -119,7 +118,8 @@ def _run(argv: list[str]) -> int:
         refuse_unknown(getattr(arguments, "action_parser", by_command[name]), unknown[0])
     if name == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
-    config = load_config(flags_given(arguments), os.environ, finds_models=name not in WITHOUT_MODELS)
+    read = getattr(arguments, "reads", None)  # commands that need little work whatever is wrong with the rest
+    config = load_config(flags_given(arguments), os.environ, finds_models=read is None, only=read)
     if name in IMPORT_TORCH:
         from gpu.host_memory import host_room_bytes
 

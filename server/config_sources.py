@@ -4,7 +4,7 @@ Flags win over the environment, the environment over the file, the file over the
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -41,35 +41,49 @@ class Given(NamedTuple):
 
 
 def load_config(
-    flags: Mapping[str, str | list[str]], environ: Mapping[str, str], finds_models: bool = True
+    flags: Mapping[str, str | list[str]],
+    environ: Mapping[str, str],
+    finds_models: bool = True,
+    only: Sequence[str] | None = None,
 ) -> ServerConfig:
     """Merge the sources into one configuration.
 
     Args:
         flags: by field name, only those given; text as typed.
         environ: of the process; names without STEPLOOP_ are ignored.
-        finds_models: False: settings of models and of the engine are not read, since their files may be away.
+        finds_models: False: neither [[models]] nor settings of models and of the engine are read: files may be away.
+        only: fields and tables that are read, whatever is wrong with others; None: all.
 
     Raises:
         StartupError: a setting is unknown, malformed or out of range, or the file cannot be read.
     """
-    unread = () if finds_models else [name for one in _OF_AN_ENGINE for name in (one.variable, one.toml_key)]
-    given = _from_environment({name: text for name, text in environ.items() if name not in unread})
+    unread: set[str] = set() if finds_models else {MODELS, *_names(_OF_AN_ENGINE)}
+    read = None if only is None else {*only, *_names(_BY_FIELD[one] for one in only if one in _BY_FIELD)}
+
+    def is_read(name: str) -> bool:
+        return name not in unread and (read is None or name in read)
+
+    given = _from_environment({name: text for name, text in environ.items() if is_read(name)})
     given |= {name: _parse(_BY_FIELD[name], text, _BY_FIELD[name].flag) for name, text in flags.items()}
     tables: dict[str, Any] = {}
     if (config_file := given.get("config_file")) is not None:
         path = config_file.value
-        content = _read_toml(path)
+        content = {key: value for key, value in _read_toml(path).items() if is_read(key)}
         tables["tenants"] = parse_tenants(content.pop(TENANTS, []), path)
         tables["models"] = parse_models(content.pop(MODELS, []), path)
         tables["slo"] = parse_slo(content.pop(SLO, {}), path)
         tables["prices"] = parse_prices(content.pop(PRICES, {}), path)
-        given = _from_file({key: value for key, value in content.items() if key not in unread}, path) | given
+        given = _from_file(content, path) | given
     warnings = _replace_old(given)
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
     config = ServerConfig(**values, **tables, origins=origins, warnings=warnings)
     return _with_own_models(config, config_file.value if config_file else None) if finds_models else config
+
+
+def _names(options: Iterable[Option]) -> set[str]:
+    """In the environment and in the file."""
+    return {name for one in options for name in (one.variable, one.toml_key)}
 
 
 def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
@@ -90,8 +104,14 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
         models += [ModelSettings(name=name, path=at) for name, at in found.items()]
     adapters = [one for one in config.models if one.adapter_of is not None]  # of none that the list names
     for i, model in enumerate(models):
-        of_model = {one.name: one.path for one in adapters if one.adapter_of == model.name}
-        models[i] = structs.replace(model, adapters=model.adapters | of_model)
+        of_model = [one for one in adapters if one.adapter_of == model.name]
+        for one in of_model:
+            if (model.path is None) != (one.path is None):
+                cause = f"the adapter {one.name!r} in {path} "
+                cause += "has no path" if one.path is None else "has a path, and upstreams answer for its model"
+                fix = "name the adapter's directory where its model has a path, and only there"
+                raise StartupError(cause, fix, ExitCode.CONFIGURATION)
+        models[i] = structs.replace(model, adapters={one.name: one.path for one in of_model})
     adapters = [one for one in adapters if not any(one.name in model.adapters for model in models)]
     config = replace(config, models=tuple(models))
     config = replace(config, loras=(*config.loras, *_own_adapters(config, adapters, path)))

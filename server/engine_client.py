@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -23,6 +23,7 @@ import msgspec
 
 from core.detokenizer import Detokenizer, PlainTexts, TokenTable
 from core.errors import ErrorKind, ServiceError
+from core.incident import Pace
 from core.thoughts import ThoughtFollower
 from core.types import (
     Cancel,
@@ -61,6 +62,7 @@ SLICE_ROWS = 64
 SLICE_CONNECTIONS = 16
 
 NOT_YET = -math.inf  # before the first text
+PACE_EVERY_S, MAX_PACES = 0.25, 4096  # a quarter of an hour of work
 LOOK_S, MOST_LOOKS = 0.05, 200  # while the files of a cleared cache are deleted
 _CLEARED = "No request finds now what was computed before"
 
@@ -447,6 +449,7 @@ class EngineClient:
 
     Attributes:
         stats: the engine's latest.
+        _paces: how far it was each PACE_EVERY_S, while it worked.
     """
 
     post: Callable[[Message], None]
@@ -465,6 +468,7 @@ class EngineClient:
     _inspections: deque[tuple[int, asyncio.Future[EngineSnapshot]]] = field(default_factory=deque)
     _num_inspections: int = 0
     on_watched: Callable[[Watched], None] = lambda watched: None
+    _paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=MAX_PACES))
 
     def submit(
         self,
@@ -523,6 +527,14 @@ class EngineClient:
         self.on_watched = on_watched
         if self._error is None:
             self.post(Watch(self.clock() + seconds, tells_blocks))
+
+    def paces(self) -> list[Pace]:
+        """How far the engine has been, until now; empty: too few steps were measured."""
+        return [*self._paces, *self._pace(self.clock())]
+
+    def _pace(self, now_s: float) -> Iterator[Pace]:
+        if (outlook := self.stats.outlook) is not None:
+            yield Pace(now_s, self.stats.busy_s, self.stats.predicted_s, outlook.fit)
 
     async def clear_cache(self) -> None:
         """Let no request, even after a restart, find what was computed before now. Returns once that is so.
@@ -603,6 +615,8 @@ class EngineClient:
                 if delivery.chunks:
                     self._deliver_chunks(delivery.chunks, now_s)
                 self.stats = delivery.stats
+                if not self._paces or now_s >= self._paces[-1].at_s + PACE_EVERY_S:
+                    self._paces += self._pace(now_s)
                 if delivery.snapshot is not None:
                     self._answer_inspections(delivery.snapshot)
                 if delivery.watched is not None:

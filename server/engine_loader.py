@@ -425,6 +425,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
     from gpu.tune import describe_attention, describe_graphs, describe_matmuls
+    from gpu.weights import heads_left_out
 
     files, model = _read_model(config, model_path(config, fetches=False))
     engine = config.to_engine_config()
@@ -435,7 +436,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         _read_draft(config, files, model, fetches=False)
         draft_bytes = _draft_bytes(config, model, engine)
         plan = replace(plan, free_bytes=plan.free_bytes - draft_bytes).with_graphs(None)
-    head_bytes = mtp_bytes(plan.model, engine, plan.device, open_checkpoint(files.path, model.packing))
+    checkpoint = open_checkpoint(files.path, model.packing)
+    head_bytes = mtp_bytes(plan.model, engine, plan.device, checkpoint)
     part = part_of(model, engine.tensor_parallel)
     demonstration = " (demonstration model)" if config.model is None else ""
     scheme = _quantization_of(model, config, plan.device)
@@ -462,7 +464,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
         "states": _shown_states(plan) if part.recurrence is not None else None,
-        "drafts": _shown_drafts(config, plan, head_bytes),
+        "drafts": _shown_drafts(config, plan, head_bytes, heads_left_out(checkpoint, plan.model, head_bytes > 0)),
         "draft model": None if config.draft is None else f"{format_size(draft_bytes)} with its KV cache",
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
@@ -550,12 +552,17 @@ def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str
     return f"{device.device_reason}; {runner.measured}"
 
 
-def _shown_drafts(config: ServerConfig, plan: "MemoryPlan", head_bytes: int) -> str:
+def _shown_drafts(config: ServerConfig, plan: "MemoryPlan", head_bytes: int, left_out: Sequence[str]) -> str:
+    """
+    Args:
+        left_out: layers that predict later tokens.
+    """
     if config.speculation == "off":
         return "none: --speculation off"
     if plan.device.device.type != "cpu" or config.tensor_parallel > 1:
         return "none: they are verified on a CPU, by one process"
-    return drafts_of(config, head_bytes > 0) + (f" ({format_size(head_bytes)})" if head_bytes else "")
+    said = drafts_of(config, head_bytes > 0) + (f" ({format_size(head_bytes)})" if head_bytes else "")
+    return said + (f"; heads left out: {', '.join(left_out)}" if left_out else "")
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:

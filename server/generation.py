@@ -15,6 +15,7 @@ import enum
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +24,8 @@ from urllib.parse import quote
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
+from core.incident import Cause, Course, Stall
+from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilled, Prefilling, Usage
 from server.api.replies import EVENTS, WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
 from server.backend import Backend, Handle, Prompts, SequenceTimes
 from server.clock import RESOLUTION_S, DeadlineTimer
@@ -184,6 +186,7 @@ class Generation:
         # With the engine
         self._work_before = (0, 0.0)  # the loop's work on tokens of all requests, when this one was submitted
         self._handles: list[Handle] = []
+        self._courses: dict[str, Course] = {}  # of the requests of this process's engine, by their ids
         self._usages: list[Usage] = []  # of the handles that have ended
         self._reasons: list[FinishReason] = []  # of the choices that have ended
         self._withheld: list[tuple[int, str | Delta]] = []  # in RESERVING
@@ -196,6 +199,7 @@ class Generation:
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._num_decoding = 0  # choices that have begun and not ended
         self._num_pauses = 0  # by a slow reader, by an empty quota
+        self._pauses: dict[Cause, tuple[float, list[int]]] = {}  # since when, and the tokens that each handle had
         self._paused_since_s: float | None = None
         self._last_written_s = self._loop.time()  # when something other than text went out
         self._news_due_s = math.inf
@@ -406,6 +410,8 @@ class Generation:
             first_choice, continues_text = i * call.num_computed, self._prepared.continues_text
             handle = engine.submit(request, self, table, continues_text, first_choice, forbidden, follow)
             self._handles.append(handle)
+            if isinstance(handle, RequestHandle):
+                self._courses[handle.request.request_id] = Course.of(self._request_id, handle.request, self._clock())
         if self._entry is None:
             self._on(Event.RESERVED)  # arms the timer, too
         else:
@@ -506,10 +512,10 @@ class Generation:
     def on_begin(self, choice: int, now_s: float) -> None:
         timings = self._timings
         if timings.first_token_s is None:
-            timings.first_token_s = now_s
-            self._shared.metrics.count_first_token(now_s - timings.accepted_s, self._own_model)
             opens_stream = self._output.is_streamed and not self._stream.head_sent  # a keep-alive may have opened it
-            timings.enter(Stage.FIRST_FLUSH if opens_stream else Stage.DECODE, now_s)
+            stage = Stage.FIRST_FLUSH if opens_stream else Stage.DECODE
+            timings.begin_decode(stage, now_s, self._prepared.tells_tokens)
+            self._shared.metrics.count_first_token(timings.ttft_s or 0.0, self._own_model)
             self._on(Event.FIRST_TOKEN)
         self._place.on_first_token(choice, now_s)
         self._num_decoding += 1
@@ -547,6 +553,8 @@ class Generation:
         if isinstance(mark, Prefilling):
             self._num_prefilled = mark.num_tokens
         else:
+            if isinstance(mark, Prefilled) and mark.request_id in self._courses:
+                self._courses[mark.request_id].num_cached_tokens = mark.num_cached_tokens
             self._timings.on_engine_mark(mark)
 
     def on_upstream(self, shown: str, fallback: str | None) -> None:
@@ -570,6 +578,7 @@ class Generation:
             if is_last:
                 self._shared.metrics.count_generation(total_usage(self._usages), self._timings, self._own_model)
                 self._record()
+                self._shared.ended.extend(self.courses(ended_s=self._clock()))
                 broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
                 if broken:
                     self.fail(cut_short(broken[0]))
@@ -583,6 +592,21 @@ class Generation:
     def _token_ids(self) -> list[list[int]]:
         """Of each sequence, once all have ended; of upstreams none are known."""
         return [ids for handle in self._handles if isinstance(handle, RequestHandle) for ids in handle.token_ids]
+
+    def courses(self, ended_s: float = math.inf) -> list[Course]:
+        """Of its requests, as far as they have come: copies, with the pauses that go on."""
+        for cause in self._pauses if ended_s < math.inf else ():
+            self._note_stall(cause, ended_s)
+        first_s, pairs = self._timings.first_token_s, zip(self._courses.values(), self._handles, strict=False)
+        return [
+            replace(one, num_tokens=handle.num_tokens, first_token_s=first_s, ended_s=ended_s, stalls=one.stalls[:])
+            for one, handle in pairs
+        ]
+
+    def _note_stall(self, cause: Cause, now_s: float) -> None:
+        since_s, nums_tokens = self._pauses[cause]
+        for course, num_tokens in zip(self._courses.values(), nums_tokens, strict=False):
+            course.stalls.append(Stall(cause, num_tokens, now_s - since_s))
 
     def _record(self) -> None:
         """Hand the generation to the recorder, once the engine is done with it, however it ended."""
@@ -652,22 +676,25 @@ class Generation:
     def on_blocked(self) -> None:
         """The reader is slow: its stream's buffers are full."""
         self._place.set_paused(True)
-        self.pause()
+        self.pause(Cause.SLOW_READER)
 
     def on_unblocked(self) -> None:
         self._place.set_paused(False)
-        self.resume()
+        self.resume(Cause.SLOW_READER)
 
-    def pause(self) -> None:
+    def pause(self, cause: Cause = Cause.QUOTA_PAUSES) -> None:
         """Pause its sequences until as many resume() as pause() have come. Inter-token deadlines do not count it."""
         self._num_pauses += 1
+        self._pauses[cause] = self._clock(), [handle.num_tokens for handle in self._handles]
         if self._num_pauses == 1:
             self._paused_since_s = self._clock()
             for handle in self._handles:
                 handle.pause()
 
-    def resume(self) -> None:
+    def resume(self, cause: Cause = Cause.QUOTA_PAUSES) -> None:
         self._num_pauses -= 1
+        self._note_stall(cause, self._clock())
+        del self._pauses[cause]
         if self._num_pauses == 0:
             self._discount_pause()
             for handle in self._handles:

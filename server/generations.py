@@ -5,6 +5,7 @@ Thread: loop.
 
 import logging
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -14,6 +15,8 @@ import msgspec
 from core.constraints import GrammarSpec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import Grammar, GrammarCache
+from core.incident import MAX_COURSES, Course
+from core.plan import RunnerLimits
 from server.api.decoding import parse_object
 from server.api.models import ServedModel
 from server.api.ollama import LATEST
@@ -103,6 +106,10 @@ class Active(Protocol):
 
     def view(self) -> GenerationView: ...
 
+    def courses(self) -> list[Course]:
+        """Of its requests, as far as they have come."""
+        ...
+
     def fail(self, error: ServiceError) -> None: ...
 
 
@@ -123,6 +130,8 @@ class Generations:
         deadlines: of requests whose tenants have none of their own.
         others: who answers for the other models, by the names that clients ask for.
         active: those that have been prepared, by our request id.
+        limits: of the engine of this process.
+        ended: the courses of its latest requests.
     """
 
     own: OwnBackend | None
@@ -141,6 +150,8 @@ class Generations:
     offload_compiling: Offload | None = None  # of grammars; None: as other work
     on_request: Callable[[], None] = lambda: None  # called when somebody begins to wait for an answer
     recorder: Recorder | None = None
+    limits: RunnerLimits | None = None
+    ended: deque[Course] = field(default_factory=lambda: deque(maxlen=MAX_COURSES))
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
@@ -256,6 +267,10 @@ class Generations:
             return grammar
 
         return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
+
+    def courses(self) -> list[Course]:
+        """Of all requests of this process's engine that are kept, and of those in progress."""
+        return [*self.ended, *(course for one in self.active.values() for course in one.courses())]
 
     @property
     def is_busy(self) -> bool:

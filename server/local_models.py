@@ -209,6 +209,11 @@ class LocalPool(Pool):
     def start(self) -> None:
         pass
 
+    @property
+    def silence_tells(self) -> bool:
+        """Its process is watched, and killed if it hangs: only then can its requests be sent again."""
+        return False
+
     async def answers(self) -> bool:
         """Whether its process does, whatever it says."""
         try:
@@ -220,7 +225,7 @@ class LocalPool(Pool):
 
     def error_of(self, fault: UpstreamFault) -> ServiceError:
         what = "has ended. Ask again: it is started anew" if isinstance(fault, ConnectionLost) else f"failed: {fault}"
-        message = f"The process of the model {self.settings.name} {what}."
+        message = f"The process of this model {what}."  # which may be a fallback, or have been asked for by an alias
         return ServiceError(ErrorKind.UPSTREAM, message, "upstream_error")
 
     def keep(self, keep_alive_s: float) -> None:
@@ -444,8 +449,9 @@ class LocalModels:
 
     def _end_idle(self, model: LocalModel) -> None:
         if model.state is ModelState.AWAKE and not model.upstream.num_active:
-            why = f": unused for {model.keep_alive_s:g} s" if model.keep_alive_s else ""
-            logger.info("the model %s sleeps%s", model.name, why)
+            is_gone = model in self._gone
+            why = "its entry has changed or is gone" if is_gone else f"unused for {model.keep_alive_s:g} s"
+            logger.info("the model %s %s: %s", model.name, "ends" if is_gone else "sleeps", why)
             self._end(model)
 
     # Which models are awake.
@@ -685,13 +691,12 @@ class LocalModels:
         model.num_failures += 1
         model.plan = None  # its files may change
         model.retry_s = self._loop.time() + model.backoff_s
-        what = f"The model {model.name} cannot be loaded"
         model.failure = ServiceError(
             ErrorKind.UNAVAILABLE,
-            f"{what}: {refusal.kind or refusal.cause}. Ask again later, or tell the operator.",
+            f"This model cannot be loaded: {refusal.kind or refusal.cause}. Ask again later, or tell the operator.",
             "model_not_loaded",
             retry_after_s=model.backoff_s,
-            for_operator=f"{what}: {refusal}",
+            for_operator=f"The model {model.name} cannot be loaded: {refusal}",
         )
         logger.error(
             "the model %s cannot be loaded; tried again in %g s at the soonest: %s",

@@ -365,6 +365,7 @@ class Server:
             ledger=self._ledger,
             others=self._backends(own),
             recorder=self._recorder,
+            limits=None if facts is None else facts.limits,
         )
         if self._ledger is not None and config.store_responses_s is not None:
             most = config.store_responses_bytes, config.max_body_bytes

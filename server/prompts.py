@@ -44,6 +44,7 @@ from server.api.fields import (
     TextPrompt,
 )
 from server.api.models import ServedModel
+from server.api.reasoning import answer_parser
 from server.api.replies import ReplyContext, Surface
 from server.api.tools import call_constraint
 from server.gate.identity import Caller
@@ -200,7 +201,8 @@ class PromptReader:
         remember = None
         if self.turns is not None and texts[0] is not None:
             may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
-            begun = Begun(domain, texts[0], np.array(ids[0], np.int32), may_think)
+            num_unshown = None if call.tools is None else partial(_num_unshown, call)
+            begun = Begun(domain, texts[0], np.array(ids[0], np.int32), may_think, num_unshown)
             remember = partial(self.turns.add, begun)
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
@@ -619,6 +621,15 @@ def _check_beams(call: GenerationCall) -> None:
     for param, clashes_with_beams in clashes.items():
         if clashes_with_beams:
             raise InvalidRequest(f"{param} does not go with beams. Leave one of them out.", param)
+
+
+def _num_unshown(call: GenerationCall, text: str) -> int:
+    """As Begun.num_unshown."""
+    parser = answer_parser(call.thought, call.tools, call.constraint)
+    assert parser is not None, "the call has tools"
+    parser.feed(text)
+    parser.close(is_cut=True)
+    return parser.num_unshown
 
 
 def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCall:

@@ -39,7 +39,7 @@ from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
-from server.relayed import PASSAGES, Part, Passage, RelayedDelta, UpstreamAnswer, passed, refusal_of
+from server.relayed import BYTES_PER_TOKEN, PASSAGES, Part, Passage, RelayedDelta, UpstreamAnswer, passed, refusal_of
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
@@ -48,14 +48,14 @@ from server.wire import sse
 
 logger = logging.getLogger(__name__)
 
-BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
 TELL_S, TELL_AFTER_S = 1.0, 0.01  # what a cancelled request has used, by its upstream: it is asked ever more seldom
-LINGER_S = 2.0  # after the last event, for the answer's end
+LINGER_S = 0.5  # after the last event, for the answer's end, whatever else comes
 MANY_TOKENS = 2**31  # where a request sets no bound
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
 MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
+EMPTY_A_SECOND = 16  # of them that pass nothing on yet, where a request sets no bound: news of a queue are 10
 ASK_S = 60.0  # for an answer that no generation writes
 # As templates order them, and as /infill puts them before its prompt
 PROMPT_FIELDS = (
@@ -437,15 +437,14 @@ class RelayHandle:
         self.sequences = [RelayedSequence(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
         self._relay = relay
         self._call, self._passage, self._body = what.call, what.passage, what.body
-        self._answer = UpstreamAnswer(
-            what.passage, what.call, request.request_id, request.num_sequences, what.shown_fields
-        )
-        self._num_bytes = self._num_events = 0  # of the answer
-        most = min(request.max_tokens, relay.most_tokens) * what.num_computed
-        self._most_events = most * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
+        most = min(request.max_tokens, relay.most_tokens)
+        reserved, num = Usage(request.num_prompt_tokens, most * request.num_sequences), request.num_sequences
+        self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, num, what.shown_fields, reserved)
+        self._num_bytes = self._num_events = self._num_empty = 0  # of the answer
+        self._most_events = most * what.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._heard_s = 0.0  # when something of the answer came last, or could have
+        self._sent_s = self._heard_s = 0.0  # when something of the answer came last, or could have
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._task: asyncio.Task[None] | None = None
         self._exchange: Exchange | None = None
@@ -561,7 +560,7 @@ class RelayHandle:
         self._exchange = connection.http.send(outgoing, self)
         if self._is_paused:
             self._exchange.pause()
-        self._heard_s = now_s
+        self._sent_s = self._heard_s = now_s
         self._timer.arm()
 
     def _lose(self, fault: UpstreamFault) -> None:
@@ -630,6 +629,12 @@ class RelayHandle:
 
     # What the upstream sends: exchange.Reader.
 
+    def on_nothing(self) -> None:
+        try:
+            self._take(Part(b""), self._loop.time())
+        except UpstreamFault as fault:
+            self._fail_by(fault)
+
     def on_head(self, head: AnswerHead) -> None:
         self._head = head
         self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503)
@@ -639,7 +644,8 @@ class RelayHandle:
     def on_data(self, data: bytes) -> None:
         assert self._head is not None
         is_refusal, begun_s = self._head.status != 200, self._loop.time()
-        self._heard_s = begun_s
+        if not self._answer.is_done:  # its end is not put off by what follows
+            self._heard_s = begun_s
         self._num_bytes += len(data)
         try:
             if self._call.is_stream and not is_refusal:
@@ -651,7 +657,7 @@ class RelayHandle:
                     self._document.clear()  # it is no answer
                     raise UpstreamFault(f"its answer is larger than {most} bytes")
             if self._answer.is_done and not self._is_cancelled:
-                self._finish_all()  # the answer's end follows, or is not waited for long
+                self._finish_all()  # the answer's end follows, or is not waited for
                 self._timer.arm()
         except Exception as error:
             self._fail_by(error)
@@ -678,14 +684,14 @@ class RelayHandle:
     def _next_due(self) -> float | None:
         """When a stream's end is waited for no longer, or its upstream is taken to hang.
 
-        Before their heads only our own are: others send it with the first token.
+        Before their heads only our own are (see Pool.silence_tells): others send it with the first token.
         """
         exchange, settings = self._exchange, self._pool.settings
         if exchange is None or exchange.is_over or not self._call.is_stream:
             return None
         if self._answer.is_done:
             return self._heard_s + LINGER_S
-        is_due = self._head is not None or (settings.trusted and self._passage.form != "lines")
+        is_due = self._head is not None or (self._pool.silence_tells and self._passage.form != "lines")
         return self._heard_s + settings.silence_s if is_due and not self._is_paused else None
 
     def _on_due(self) -> None:
@@ -696,8 +702,11 @@ class RelayHandle:
 
     def _take(self, part: Part, now_s: float) -> None:
         self._num_events += 1
-        if self._num_events > self._most_events and not self._pool.settings.trusted:
-            raise UpstreamFault(f"its answer has more than {self._most_events} events for what was asked")
+        self._num_empty += part.is_last or not part.data
+        most_empty = MORE_EVENTS + EMPTY_A_SECOND * (now_s - self._sent_s)
+        is_flood = self._num_events > self._most_events or self._num_empty > most_empty
+        if is_flood and not self._pool.settings.trusted:
+            raise UpstreamFault(f"it has sent {self._num_events} events, more than for what was asked")
         for choice in part.texts:
             self._count(self.sequences[choice], now_s)
         event = part.data
@@ -777,14 +786,13 @@ class RelayHandle:
 
     def _billed(self) -> Usage:
         """What the upstream has told, or an estimate if it has not; no more than it can have been."""
-        request, told, num_tokens = self.request, self._answer.usage, self.num_tokens
+        request, told = self.request, self._answer.usage
         context, num_answers = self._relay.most_tokens, request.passed.num_computed
         most = min(request.max_tokens, context)
         if told is None:
             if self._head is not None and self._head.status == 200 and self._document.lstrip().startswith(b"{"):
-                num_tokens = max(num_tokens, len(self._document) // BYTES_PER_TOKEN)
-            num_tokens = min(num_tokens, most * request.num_sequences)
-            return Usage(request.num_prompt_tokens if num_tokens else 0, num_tokens)
+                self._answer.num_document_bytes = len(self._document)
+            return self._answer.estimated()
         if self._pool.settings.trusted:
             return told
         most_prompt = len(self._body) + UNSEEN_TOKENS

@@ -25,7 +25,9 @@ from server.wire import sse
 logger = logging.getLogger(__name__)
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
-MOST_TOKENS = 2**53  # more than there are: an answer that says so cannot be read
+MOST_TOKENS = 2**53  # more than there are: usage that says so is not believed
+UNBOUNDED = Usage(0, MOST_TOKENS)
+BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
 REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -136,12 +138,13 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encode = msgspec.json.encode
+_NULL = msgspec.Raw(b"null")
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_message = msgspec.json.Decoder(_Message, strict=False).decode
 
 
 def usage_of(told: Mapping[str, Any]) -> Usage:
-    """Of chat and completions, responses, messages, Ollama's and infill. Raises UpstreamFault."""
+    """Of chat and completions, responses, messages, Ollama's and infill. Raises ValueError: no request uses so much."""
     counts = dict(told)
     for part in ("prompt", "completion", "input", "output"):
         if isinstance(details := told.get(f"{part}_tokens_details"), dict):
@@ -149,9 +152,9 @@ def usage_of(told: Mapping[str, Any]) -> Usage:
 
     def count(*names: str) -> int:
         value = next((value for name in names if (value := counts.get(name))), 0)
-        if not isinstance(value, int | float) or value > MOST_TOKENS:
-            raise UpstreamFault(f"its usage cannot be read: {names[0]} is {str(value)[:50]}")
-        return max(0, int(value))
+        if not (isinstance(value, int | float) and 0 <= value <= MOST_TOKENS):
+            raise ValueError(f"{names[0]} is {str(value)[:50]}")
+        return int(value)
 
     read = count("cache_read_input_tokens")  # of messages, beside input_tokens
     beside = read + count("cache_creation_input_tokens")
@@ -162,19 +165,12 @@ def usage_of(told: Mapping[str, Any]) -> Usage:
 
 
 class Part(NamedTuple):
-    """An event or a document.
+    """An event or a document."""
 
-    Args:
-        data: as it goes on.
-        texts: choices of which it has text.
-        ends: choices that end with it, and why.
-        is_last: it is written once the answer is settled.
-    """
-
-    data: bytes
-    texts: tuple[int, ...] = ()
-    ends: Mapping[int, FinishReason] = {}
-    is_last: bool = False
+    data: bytes  # as it goes on; empty: nothing does
+    texts: tuple[int, ...] = ()  # choices of which it has text
+    ends: Mapping[int, FinishReason] = {}  # choices that end with it, and why
+    is_last: bool = False  # it is written once the answer is settled
 
 
 class UpstreamAnswer:
@@ -183,10 +179,12 @@ class UpstreamAnswer:
         request_id: ours, that the answer's id is made of.
         num_choices: that were asked for.
         shown_fields: of a document, those that pass; None: all.
+        most: that is used, by what was asked: the prompt as it is estimated, and no more than so many tokens.
 
     Attributes:
-        usage: as it has been told.
+        usage: as it has been told, in a way that can be true.
         is_done: the last event has come; later ones are dropped.
+        num_document_bytes: of what has come that is no stream.
     """
 
     def __init__(
@@ -196,9 +194,12 @@ class UpstreamAnswer:
         request_id: str,
         num_choices: int,
         shown_fields: list[str] | None = None,
+        most: Usage = UNBOUNDED,
     ) -> None:
         self.usage: Usage | None = None
-        self.is_done = False
+        self.is_done = self._tells_nonsense = False
+        self.num_document_bytes = self._num_texts = 0
+        self._most = most
         self._passage = passage
         self._call = call
         self._num_choices = num_choices
@@ -210,16 +211,25 @@ class UpstreamAnswer:
 
     def push(self, data: bytes) -> Iterator[Part]:
         """Take a piece of a stream. Raises UpstreamFault, as document() does."""
-        for name, event in self._split(data):
-            part = None if self.is_done else self._read(name, event)
-            if part is not None:
-                self._num_held += len(part.data) if part.is_last else 0
-                if self._num_held > MAX_EVENT_BYTES:
-                    raise UpstreamFault(f"its last events are larger than {MAX_EVENT_BYTES} bytes")
-                yield part
+        for name, event in () if self.is_done else self._split(data):
+            if self.is_done:
+                return
+            part = Part(b"") if event is None else self._read(name, event)
+            self._num_texts += len(part.texts)
+            self._num_held += len(part.data) if part.is_last else 0
+            if self._num_held > MAX_EVENT_BYTES:
+                raise UpstreamFault(f"its last events are larger than {MAX_EVENT_BYTES} bytes")
+            yield part
 
-    def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
-        """Events' names and data, or lines; comments are dropped."""
+    def estimated(self) -> Usage:
+        """What has come: a token for each event with text, or for BYTES_PER_TOKEN of a document."""
+        num_tokens = max(self._num_texts, self.num_document_bytes // BYTES_PER_TOKEN)
+        num_tokens = min(num_tokens, self._most.num_completion_tokens)
+        has_answered = num_tokens or self.is_done or self._tells_nonsense
+        return Usage(self._most.num_prompt_tokens if has_answered else 0, num_tokens)
+
+    def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes | None]]:
+        """Events' names and data, or lines; comments have no data."""
         buffer, are_lines = self._buffer, self._passage.form == "lines"
         is_event = not (buffer or are_lines) and data.startswith(b"data: ") and data.endswith(b"\n\n")
         if is_event and data.find(b"\n") == len(data) - 2 and b"\r" not in data:  # one alone, as most pieces are
@@ -239,16 +249,15 @@ class UpstreamAnswer:
                 fields = [line.partition(b":") for line in raw.splitlines()]
                 name = next((value.removeprefix(b" ") for key, _, value in fields if key == b"event"), None)
                 lines = [value.removeprefix(b" ") for key, _, value in fields if key == b"data"]
-                if lines:
-                    yield name, b" ".join(lines)  # in JSON, a line break is but space
+                yield name, b" ".join(lines) if lines else None  # in JSON, a line break is but space
         if len(buffer) > MAX_EVENT_BYTES:
             raise UpstreamFault(f"an event is larger than {MAX_EVENT_BYTES} bytes")
 
-    def _read(self, name: bytes | None, data: bytes) -> Part | None:
-        """None: it does not pass."""
+    def _read(self, name: bytes | None, data: bytes) -> Part:
+        """Without data: it does not pass."""
         if data == b"[DONE]":
             self.is_done = True
-            return None
+            return Part(b"")
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
@@ -268,7 +277,7 @@ class UpstreamAnswer:
             ends = {one.index: _reason(one) for one in message.choices if one.finish_reason is not None}
             return Part(framed, texts, ends)
         if message.usage is not None and not self._call.includes_usage:
-            return None
+            return Part(b"")
         return Part(framed, is_last=message.usage is not None)
 
     def _read_named(self, message: _Message, framed: bytes) -> Part:
@@ -291,6 +300,7 @@ class UpstreamAnswer:
             ends = {one.index: _reason(one) for one in message.choices}
         if message.error is not None or not ends:
             raise UpstreamFault("its answer is not one of the kind that was asked for")
+        self.num_document_bytes, self._num_texts = len(data), len(ends)
         self._note_usage(message, data)
         renamed = self._renamed(data)
         if self._shown_fields is not None:
@@ -304,7 +314,7 @@ class UpstreamAnswer:
                 raise UpstreamFault(f"its answer has a choice {one.index}, of {self._num_choices} that were asked for")
 
     def _note_usage(self, message: _Message, data: bytes) -> None:
-        """The latest counts; messages tell those of the prompt at the start alone."""
+        """The latest counts; messages tell those of the prompt at the start alone; of nonsense, none."""
         told = message.usage or (message.inner and message.inner.usage)
         if self._passage.is_parts:
             told = msgspec.json.decode(data) if message.done or message.stop is True else None
@@ -312,7 +322,14 @@ class UpstreamAnswer:
             told = {"prompt_tokens": message.prompt_eval_count}
         if not told:
             return
-        usage, before = usage_of(told), self.usage
+        before = self.estimated() if self._tells_nonsense else self.usage
+        try:
+            usage = usage_of(told)
+        except ValueError as error:
+            if not self._tells_nonsense:
+                logger.warning("an upstream tells usage that cannot be, which is estimated: %s", error)
+            self.usage, self._tells_nonsense = None, True
+            return
         if before is not None and not usage.num_prompt_tokens:
             counts = {"num_prompt_tokens": before.num_prompt_tokens, "num_cached_tokens": before.num_cached_tokens}
             usage = msgspec.structs.replace(usage, **counts)
@@ -330,6 +347,10 @@ class UpstreamAnswer:
         for name, own in self._names.items():
             if name in fields:
                 fields[name] = own
+        if self._tells_nonsense and bytes(fields.get("usage", _NULL)) != b"null":
+            usage = self.estimated()
+            counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": usage.num_completion_tokens}
+            fields["usage"] = msgspec.Raw(_encode(counts if self._passage.form == "names" else usage_object(usage)))
         return fields
 
 

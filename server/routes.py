@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.incident import Explanation
 from server import batch_routes, dashboard, openapi, switches, tenant_routes
 from server.adapters import Adapters
 from server.api import (
@@ -367,6 +368,9 @@ async def show_request(exchange: Exchange) -> None:
             exchange.send(b"", media_type=EVENTS)
         else:
             await events.send_to(exchange.stream, int(last_id))
+        return
+    if what == "why":
+        await switches.explain_request(exchange, request_id, tenant)
         return
     exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
 
@@ -758,6 +762,7 @@ _AGAIN = Operation(
     events=dict[str, Any],
     below="{request_id}/stream",
 )
+_WHY = Operation("What made a request slow, by simulation", answer=Explanation, below="{request_id}/why")
 _CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")
 _SWITCH = (
     Operation("Load a model that is started on demand", below="{model}/load"),
@@ -778,11 +783,11 @@ PREFIXES: dict[str, dict[str, Route]] = {
     **tenant_routes.PREFIXES,
     "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN, operations=_SWITCH)},
     "/admin/requests/": {
-        "GET": Route(show_request, Scope.ADMIN, needs_model=False, operations=(_REQUEST, _AGAIN)),
+        "GET": Route(show_request, Scope.ADMIN, needs_model=False, operations=(_REQUEST, _AGAIN, _WHY)),
         "DELETE": Route(delete_request, Scope.ADMIN, operations=(_CANCEL,)),
     },
     "/v1/requests/": {
-        "GET": Route(show_request, ASKS, needs_model=False, operations=(_REQUEST, _AGAIN)),
+        "GET": Route(show_request, ASKS, needs_model=False, operations=(_REQUEST, _AGAIN, _WHY)),
         "DELETE": Route(delete_request, ASKS, operations=(_CANCEL,)),
     },
 }

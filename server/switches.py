@@ -1,28 +1,33 @@
-"""What a switch of the engine changes, by simulation: POST /admin/simulate, for the dashboard's tour. Thread: loop.
+"""What the real scheduler and engine would have done, by simulation, for the dashboard. Thread: loop.
 
-The real scheduler and engine run twice with simulated time, without the switch and with it; their steps take what the
-caller says. Another thread runs them, one call at a time, and lets others go first after each step.
+POST /admin/simulate, for its tour: what a switch of the engine changes; steps take what the caller says. GET
+/v1/requests/ID/why: what each cause has cost a request; steps take what was measured. Another thread runs them, one
+call at a time, and lets others go first after each step.
 """
 
 import enum
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.plan import RunnerLimits, TimedRow
-from core.simulation import CostModel, RequestTrace, Simulation
-from core.step_cost import LEAST_STEPS
+from core.incident import Explanation, Machine, Outside, explain
+from core.plan import RunnerLimits
+from core.simulation import CostModel, RequestTrace, Simulation, timed_rows
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams
 from server.app import Exchange, Operation, Route
 from server.gate.identity import Scope
+from server.observing.accounting import RequestRecord, known_flight
+from server.observing.timing import S_NS, Stage
 from server.tenant_routes import body_of
 from server.wire import sse
+
+T = TypeVar("T")
 
 MOST_ANSWER_TOKENS, MOST_PROMPT_TOKENS = 2048, 32_768  # of all requests: both runs take a second or two
 SHARED = 3 / 4  # of each prompt is the same text
@@ -101,7 +106,7 @@ def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outco
         max_batch_tokens=2048 + numbers.num_slots,
         max_model_len=numbers.prompt_tokens + numbers.answer_tokens,
         vocab_size=1000,
-        timed_rows=_timed_rows(cost),
+        timed_rows=timed_rows(lambda work: cost.fixed_s + cost.token_s * (work.prompt_tokens + work.own_tokens)),
     )
     whole_prompts = switch is Switch.CHUNKED_PREFILL and not is_on
     one_batch = switch is Switch.CONTINUOUS_BATCHING and not is_on
@@ -121,12 +126,6 @@ def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outco
     ]
     traces = [trace for one in simulations for trace in one.run()]
     return _outcome(numbers, traces, sum(one.scheduler.stats().num_steps for one in simulations))
-
-
-def _timed_rows(cost: CostModel) -> tuple[TimedRow, ...]:
-    """What a server has timed at start: chunks of a prompt, and single tokens."""
-    rows = [(0, 64, 512), (64, 256, 512), (256, 512, 512), (0, 512, 512), (512, 513, 512)] * LEAST_STEPS
-    return tuple(TimedRow(*row, cost.fixed_s + cost.token_s * (row[1] - row[0])) for row in rows)
 
 
 def _request(numbers: Numbers, index: int, shares: bool) -> Request:
@@ -175,28 +174,73 @@ def _outcome(numbers: Numbers, traces: list[RequestTrace], num_steps: int) -> Ou
     )
 
 
-class _Simulating:
-    """The route's handler: one call at a time."""
+class _OneAtATime:
+    """The simulations of all callers."""
 
     def __init__(self) -> None:
         self._is_running = False
 
-    async def __call__(self, exchange: Exchange) -> None:
-        numbers = await body_of(exchange, Numbers)
-        for name, most in (("answer_tokens", MOST_ANSWER_TOKENS), ("prompt_tokens", MOST_PROMPT_TOKENS)):
-            if numbers.num_requests * getattr(numbers, name) > most:
-                raise InvalidRequest(f"num_requests times {name} must be at most {most}.", name)
+    async def run(self, exchange: Exchange, simulate: Callable[[Callable[[Any], None]], T]) -> T:
+        """
+        Args:
+            simulate: is given what to call after each step.
+        """
         if self._is_running:
             message = "Another simulation is running. Ask again in a second."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "simulation_running", retry_after_s=1.0)
         self._is_running = True
         try:
-            found = await exchange.server.offload(lambda: compare(numbers, lambda scheduler: time.sleep(0)))
+            return await exchange.server.offload(lambda: simulate(lambda scheduler: time.sleep(0)))
         finally:
             self._is_running = False
-        exchange.send(sse.json_line(msgspec.to_builtins(found)))
+
+
+_simulations = _OneAtATime()
+
+
+async def simulate_switch(exchange: Exchange) -> None:
+    numbers = await body_of(exchange, Numbers)
+    for name, most in (("answer_tokens", MOST_ANSWER_TOKENS), ("prompt_tokens", MOST_PROMPT_TOKENS)):
+        if numbers.num_requests * getattr(numbers, name) > most:
+            raise InvalidRequest(f"num_requests times {name} must be at most {most}.", name)
+    found = await _simulations.run(exchange, lambda on_step: compare(numbers, on_step))
+    exchange.send(sse.json_line(msgspec.to_builtins(found)))
+
+
+async def explain_request(exchange: Exchange, request_id: str, tenant: str | None) -> None:
+    """Why a request of the tenant's (None: of any) took so long.
+
+    Raises:
+        ServiceError: it goes on; or nothing is known of it, or not how the engine ran it.
+    """
+    server = exchange.server
+    if any(request_id == one.request_id and tenant in (None, one.tenant) for one in server.generating()):
+        message = "The request is still in progress. Ask once it has ended."
+        raise ServiceError(ErrorKind.CONFLICT, message, "request_in_progress")
+    flight = known_flight(request_id, tenant, server.accounting.recorder)
+    served, outlook = server.generations, server.stats.outlook
+    paces = [] if served is None or served.own is None else served.own.engine.paces()
+    courses = [] if served is None else served.courses()
+    own = [one for one in courses if one.owner == flight.request_id]
+    if served is None or served.limits is None or outlook is None or not (own and paces):
+        message = "How the engine ran this request is not kept: an upstream answered it, or it was too long ago."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_kept")
+    machine, now_s = Machine(served.limits, outlook.inter_token_target, paces), server.clock.monotonic()
+    outside = _outside(flight, own[0].submitted_s, own[0].ended_s)
+    name = flight.request_id
+    found: Explanation = await _simulations.run(
+        exchange, lambda on_step: explain(name, courses, machine, outside, now_s, on_step)
+    )
+    exchange.send(sse.json_line(msgspec.to_builtins(found)))
+
+
+def _outside(flight: RequestRecord, submitted_s: float, ended_s: float) -> Outside:
+    timings = flight.timings
+    over_s = timings.accepted_s + timings.total_ns / S_NS
+    flush_s = timings.stages_ns().get(Stage.LAST_FLUSH, 0) / S_NS
+    return Outside(submitted_s - timings.accepted_s, max(0.0, over_s - ended_s), flush_s)
 
 
 _EXAMPLE = {"switch": "prefix_cache", "num_requests": 16, "prompt_tokens": 512}
 _OPERATION = Operation("What a switch of the engine changes, by simulation", Numbers, None, _EXAMPLE, Comparison)
-ROUTES = {"/admin/simulate": {"POST": Route(_Simulating(), Scope.ADMIN, needs_model=False, operations=(_OPERATION,))}}
+ROUTES = {"/admin/simulate": {"POST": Route(simulate_switch, Scope.ADMIN, needs_model=False, operations=(_OPERATION,))}}

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "qwen3_vl_text": "qwen3vl",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
+    "glm4_moe": "glm4moe",
 }
 TURNED = (
     "llama",
@@ -64,7 +65,7 @@ def write_gguf(
     for key, value in {**{key: end for key, end in ends.items() if end is not None}, **(metadata or {})}.items():
         _write_field(writer, key, value)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(kinds[architecture], _num_blocks(config))
     stored = load_file(directory / "model.safetensors")
     tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
     for name, rows in _stacked_experts(_with_state_spaces(tensors, config)).items():
@@ -75,6 +76,7 @@ def write_gguf(
             rows = rows + 1
         if name.endswith("shared_expert_gate.weight"):
             rows = rows.squeeze()
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         own = name.replace("mixer.experts", "mlp.experts")
         own = own.replace("model.", "backbone.", 1) if config["model_type"] == "nemotron_h" and own == name else own
         found = names.get_name(own, try_suffixes=(".weight", ".bias")) or names.get_name(name, (".weight",)) or name
@@ -142,7 +144,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(_num_blocks(config))
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -153,12 +155,18 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if family not in ("phi3", "granitemoehybrid"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4", "granitemoehybrid"):
+    if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4", "glm4_moe", "granitemoehybrid"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     _write_family(writer, family, config)
+
+
+def _num_blocks(config: dict[str, Any]) -> int:
+    """Layers that predict later tokens included: conversion/glm.py."""
+    total: int = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    return total
 
 
 def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -182,6 +190,12 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             pass
     if family in ("granitemoehybrid", "falcon_h1", "nemotron_h"):
         _write_state_space(writer, config)
+    if family == "glm4_moe":
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        _write_routed_experts(writer, config)
+        if config.get("num_nextn_predict_layers") is not None:
+            writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if family in ("qwen3_moe", "qwen2_moe"):
@@ -214,14 +228,19 @@ def _write_state_space(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
         writer.add_feed_forward_length([width * (kind in ("moe", "mlp")) for kind in kinds])
         if has_experts:
-            writer.add_expert_count(config["n_routed_experts"])
-            writer.add_expert_used_count(config["num_experts_per_tok"])
-            writer.add_expert_feed_forward_length(width)
             writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
-            writer.add_expert_shared_count(config["n_shared_experts"])
-            writer.add_expert_weights_norm(config["norm_topk_prob"])
-            writer.add_expert_weights_scale(config["routed_scaling_factor"])
-            writer.add_expert_group_count(config["n_group"])
+            _write_routed_experts(writer, config)
+
+
+def _write_routed_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _with_state_spaces(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -247,7 +266,7 @@ def _with_state_spaces(tensors: dict[str, torch.Tensor], config: dict[str, Any])
             tensor = tensor.view(groups, -1)
         if name.endswith("conv1d.weight"):
             tensor = tensor.squeeze(1)
-        name = name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace(".dt_bias", ".dt_proj.bias")
         halves = {"block_sparse_moe.input_linear": "mlp.experts", "shared_mlp.input_linear": "mlp.shared_experts"}
         part = next((part for part in halves if part in name), None)
         if part is not None:

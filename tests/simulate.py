@@ -3,8 +3,9 @@
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
 flight and with two, without host memory and with it (tests/core/test_scheduler_machine.py), in turn by seed; then the
 whole server with every fault (tests/server/fault_history.py); then tool calls in every format, rendered, cut and parsed
-(tests/core/test_answer_parts.py); then models that are loaded and give way (tests/server/test_local_models.py); then a
-day of a gateway before 64 upstreams (tests/server/pool_day.py). A failing seed is printed, with how to run it again,
+(tests/core/test_answer_parts.py); then models that are loaded and give way (tests/server/test_local_models.py), and
+the same with real processes (tests/e2e/test_local_models.py); then a day of a gateway before 64 upstreams
+(tests/server/pool_day.py). A failing seed is printed, with how to run it again,
 and how fast it all went.
 """
 
@@ -16,11 +17,13 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from core.tool_formats import FORMATS, HARMONY
@@ -28,6 +31,7 @@ from server.upstream.pool import Pool
 from tests.core.drawn_rules import run_seeded
 from tests.core.test_answer_parts import check_random_calls
 from tests.core.test_scheduler_machine import MACHINES
+from tests.e2e.test_local_models import swap
 from tests.server.fault_checks import Tally
 from tests.server.fault_history import FaultHistory
 from tests.server.pool_day import RoundRobin, run_day
@@ -42,6 +46,7 @@ GC_THRESHOLD = 50_000  # objects: a server of a hundred requests is all garbage 
 MACHINE_STEPS = 10_000_000
 HISTORIES = 2_000
 LOADS = 10_000  # of models on demand
+SWAPS = 1_000  # of models' processes
 CALLS = 10_000  # answers with calls, of each format
 
 
@@ -110,7 +115,7 @@ def _prepare() -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulate", description=__doc__)
-    only = ("machine", "faults", "calls", "loads", "day")
+    only = ("machine", "faults", "calls", "loads", "swaps", "day")
     parser.add_argument("--only", choices=only, help="one of these; default: all")
     parser.add_argument("--seed", type=int, help="this one alone, in this process")
     parser.add_argument("--first-seed", type=int, default=1_000_000, help="of those that are run without --seed")
@@ -118,10 +123,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--histories", type=int, default=HISTORIES, help="of faults (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=CALLS, help="answers with calls, of each format")
     parser.add_argument("--loads", type=int, default=LOADS, help="of models on demand (default: %(default)s)")
+    parser.add_argument("--swaps", type=int, default=SWAPS, help="of models' processes (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one a core)")
     arguments = parser.parse_args(argv)
     _prepare()
-    runs = (_run_machine, _run_faults, _run_calls, _run_loads, _run_day)
+    runs = (_run_machine, _run_faults, _run_calls, _run_loads, _run_swaps, _run_day)
     for kind, run in zip(only, runs, strict=True):
         if arguments.only in (None, kind):
             run(arguments)
@@ -190,6 +196,13 @@ def _run_loads(arguments: argparse.Namespace) -> None:
         results.close()
     told = ", ".join(f"{count} {end}" for end, count in tally.items() if end != "loads")
     print(f"{tally['loads']} loads of models on demand hold, requests: {told}; {rate.of(tally['loads'], 'loads')}")
+
+
+def _run_swaps(arguments: argparse.Namespace) -> None:
+    rate = Rate()
+    with tempfile.TemporaryDirectory() as directory:
+        swap(Path(directory), arguments.swaps)
+    print(f"{arguments.swaps} swaps of models' processes leak and lose nothing; {rate.of(arguments.swaps, 'swaps')}")
 
 
 class Rate:

@@ -20,12 +20,24 @@ FORBIDDEN = {
 
 # core decides and does no I/O: it may import what does none, and of some modules only the names given.
 CORE_MODULES = {"core", "jinja2", "llguidance", "msgspec", "numpy", "tokenizers"} | {
-    *("__future__", "abc", "bisect", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal"),
+    *(
+        "__future__",
+        "abc",
+        "array",
+        "bisect",
+        "collections",
+        "contextlib",
+        "contextvars",
+        "copy",
+        "dataclasses",
+        "decimal",
+    ),
     *("enum", "fractions", "functools", "hashlib", "heapq", "hmac", "itertools", "json", "math", "operator", "re"),
     *("string", "struct", "types", "typing", "unicodedata", "weakref", "zlib"),
 }
 CORE_PARTS = {"codecs": {"getincrementaldecoder"}, "logging": {"getLogger"}, "sys": {"maxsize"}}
-CORE_IMPORTED_NAMES = {**CORE_PARTS, "datetime": {"datetime"}}  # with `from`, and not renamed
+# With `from`, and not renamed
+CORE_IMPORTED_NAMES = {**CORE_PARTS, "datetime": {"datetime"}, "urllib.parse": {"quote", "unquote"}}
 CORE_FORBIDDEN_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 # of the libraries above: files, the network, randomness and clocks
 CORE_FORBIDDEN_ATTRIBUTES = {

@@ -171,8 +171,8 @@ def tool_wishes(
         check_depth(one.parameters, place)
         _check_schema(one.parameters or {}, place)
         if one.strict:
-            held[one.name] = json_schema({"type": "object", **_parameters(one)}, place)
-        check_answerable({"type": "object", **_parameters(one)}, place)
+            held[one.name] = json_schema(_parameters(one), place)
+        check_answerable(_parameters(one), place)
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
     if mode == "none":
@@ -221,9 +221,10 @@ def _check_schema(schema: Any, param: str) -> None:
 
 def _parameters(function: Function) -> Mapping[str, Any]:
     """Where no parameter is named, none is meant."""
-    schema = function.parameters or _NO_PARAMETERS
+    schema = {"type": "object", **(function.parameters or _NO_PARAMETERS)}
     is_open = schema.keys() & {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"}
-    return schema if schema.get("properties") or is_open else {**schema, **_NO_PARAMETERS}
+    named = schema.get("properties") or schema.get("required")
+    return schema if named or is_open else {**schema, **_NO_PARAMETERS}
 
 
 def _chosen(choice: Any, known: Mapping[str, Function]) -> tuple[str, set[str] | None]:

@@ -98,6 +98,7 @@ CHAT_FIELDS = {option.field_name for option in OPTIONS if option.section in ("mo
 MAX_IN_USAGE = 10  # options that the usage line names
 USAGE_FIELDS = ("config_file", "ledger")
 KEYS_FIELDS = ("config_file", "keys_file")
+TENANTS = ("tenants",)
 
 
 def add_flags(by_command: Mapping[str, argparse.ArgumentParser], shows_all: bool = False) -> None:
@@ -187,7 +188,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     revoke.add_argument("prefix", metavar="PREFIX", help="the key's beginning, as keys list shows it")
     for action in (create, listing, revoke):
         _add_options(action, [option for option in OPTIONS if option.field_name in KEYS_FIELDS])
-        action.set_defaults(action_parser=action)
+        action.set_defaults(action_parser=action, reads=KEYS_FIELDS + (TENANTS if action is create else ()))
 
 
 def _add_usage(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +208,7 @@ def _add_usage(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--csv", action="store_true", help="print CSV: prices in millionths, times in microseconds")
     form.add_argument("--json", action="store_true", help="print JSON, likewise")
     _add_options(parser, [option for option in OPTIONS if option.field_name in USAGE_FIELDS])
+    parser.set_defaults(reads=USAGE_FIELDS + TENANTS)
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:

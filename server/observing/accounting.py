@@ -365,11 +365,16 @@ def timeline_reply(
     account = next((one for one in named if tenant in (None, one.tenant)), None)
     if account is not None:
         return orjson.dumps(_running_json(account, clock))
+    return orjson.dumps(_flight_json(known_flight(request_id, tenant, recorder)))
+
+
+def known_flight(request_id: str, tenant: str | None, recorder: FlightRecorder) -> RequestRecord:
+    """As FlightRecorder.find. Raises ServiceError (not found)."""
     flight = recorder.find(request_id, tenant)
     if flight is None:
         message = f"No request {request_id[:_SHOWN_CHARS]!r} is in progress or was recorded in the last hour."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
-    return orjson.dumps(_flight_json(flight))
+    return flight
 
 
 def requests_reply(query: str, running: Sequence[Account], recorder: FlightRecorder, clock: Clock) -> bytes:

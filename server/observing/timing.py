@@ -65,7 +65,7 @@ class StageClock:
         accepted_s: its first byte came.
         arrived_s: its handler began: its place in the queue dates from then.
         entries: the stages that it has entered, and when, in nanoseconds.
-        first_token_s: its first token was at the loop.
+        first_token_s: its first token was at the loop, or sampled, where that is told at the end (beams).
         end_s: its last token and its usage were at the loop.
         detokenize_s: the loop's work on its tokens.
         num_prefill_chunks: steps that computed some of a prompt.
@@ -125,6 +125,17 @@ class StageClock:
             self.go_on(Stage.PREFILL, Stage.FIRST_TOKEN, mark.at_s)
         else:
             self.go_on(Stage.QUEUE, Stage.PREFILL, mark.at_s)
+
+    def begin_decode(self, stage: Stage, now_s: float, is_told: bool) -> None:
+        """Its first token is at the loop.
+
+        Args:
+            is_told: tokens come one by one. False: all at the end; the first was sampled with the prompt.
+        """
+        if not is_told and self.stage is Stage.FIRST_TOKEN:
+            now_s = self.entries.pop()[1] / S_NS
+        self.first_token_s = now_s
+        self.enter(stage, now_s)
 
     def finish(self, now_s: float) -> None:
         """The request is over. Idempotent."""

@@ -1,6 +1,6 @@
 // The dashboard: reads the one stream of frames and shows it.
 
-import { Chart, bar, showStages } from "/dashboard/chart.js";
+import { Chart, bar, isOver, showStages } from "/dashboard/chart.js";
 import { $, count, emptyRow, fill, known, made, percent, readEvents, refusal, size, tell, time, whole } from "/dashboard/elements.js";
 import { BlockGrid, STATES, StepLoop } from "/dashboard/engine.js";
 import { playground } from "/dashboard/playground.js";
@@ -238,6 +238,8 @@ function openRequest(id) {
   tell($("detail-about"), "");
   $("stages").replaceChildren();
   $("beside").replaceChildren();
+  $("why").hidden = true;
+  showWhy(null);
   if (!$("detail").open) $("detail").showModal();
   refresh();
 }
@@ -264,6 +266,38 @@ function showBeside(id, model, began, length) {
 /** @param {Row} row */
 const isShown = (row) => row.id === shownId;
 
+const WITHOUT = {
+  neighbours_prompts: "other requests' prompts", preemption: "preemption", quota_pauses: "pauses of its quota",
+  slow_reader: "its client's slow reading", slow_steps: "steps held up", cold_cache: "a cold cache",
+};
+
+/** @param {any} found what /admin/requests/ID/why tells; null: nothing yet */
+function showWhy(found) {
+  tell($("verdict"), found === null ? "" : found.verdict);
+  $("causes").hidden = !found?.has_verdict;
+  if (!found?.has_verdict) return;
+  const all = { cause: "all", cost_ms: Math.max(0, found.simulated_ms - found.without_all_ms), first_token_cost_ms: null };
+  /** @type {Row[]} */
+  const rows = [...found.causes, all].map((row) => ({ ...row, id: row.cause }));
+  fill($("causes").querySelector("tbody"), rows, () => emptyRow(4, [1, 2]), (cells, row) => {
+    tell(cells[0], WITHOUT[/** @type {keyof typeof WITHOUT} */ (row.cause)] ?? "all of these");
+    tell(cells[1], time(row.cost_ms));
+    tell(cells[2], known(row.first_token_cost_ms, time));
+    cells[3].replaceChildren(bar(0, Math.min(row.cost_ms, found.time_ms), found.time_ms));
+  }, "None.");
+}
+
+$("why").addEventListener("click", async () => {
+  const id = shownId;
+  $("why").disabled = true;
+  tell($("verdict"), "Its minute runs again …");
+  const answer = await ask(`/admin/requests/${encodeURIComponent(String(id))}/why`).catch(() => null);
+  $("why").disabled = false;
+  if (id !== shownId) return;
+  if (answer?.ok) showWhy(await answer.json());
+  else tell($("verdict"), answer === null ? "The server does not answer." : await refusal(answer));
+});
+
 let isAsking = false, asked = 0;
 async function refresh() {
   const id = shownId;
@@ -277,6 +311,7 @@ async function refresh() {
   const end = showStages($("stages"), told);
   const about = [told.path, told.model, told.tenant, told.error_code ?? told.finish_reason ?? told.state, time(end)];
   tell($("detail-about"), about.filter(Boolean).join(" · "));
+  $("why").hidden = !isOver(told);
   showBeside(id, told.model ?? running.find(isShown)?.model, told.started * 1000, end);
 }
 

@@ -24,23 +24,15 @@ H2, H1 = b"h2", b"http/1.1"
 
 
 class Address(NamedTuple):
-    """Where an upstream listens.
-
-    Args:
-        path: of a Unix socket; None: TCP.
-        authority: for the Host field.
-        prefix: of each request's path.
-        tls: None: in the clear.
-        protocols: to be offered, or tried, the first first.
-    """
+    """Where an upstream listens."""
 
     host: str
     port: int
-    path: str | None
-    authority: str
-    prefix: str
-    tls: ssl.SSLContext | None
-    protocols: tuple[bytes, ...]
+    path: str | None  # of a Unix socket; None: TCP
+    authority: str  # for the Host field
+    prefix: str  # of each request's path
+    tls: ssl.SSLContext | None  # None: in the clear
+    protocols: tuple[bytes, ...]  # to be offered, or tried, the first first
 
 
 def address_of(of: str, tls: ssl.SSLContext | None, protocols: tuple[bytes, ...]) -> Address:
@@ -97,7 +89,9 @@ class _Http1:
             raise ConnectionFault(Http2ErrorCode.NO_ERROR, f"It does not speak HTTP/1.1: {error}.") from error
 
     def _tell(self, exchange: Exchange, event: Any) -> None:
-        if isinstance(event, h11.Response):
+        if isinstance(event, h11.InformationalResponse):
+            exchange.take_nothing()
+        elif isinstance(event, h11.Response):
             exchange.take_head(AnswerHead(event.status_code, tuple(event.headers)))
         elif isinstance(event, h11.Data):
             exchange.take_data(bytes(event.data))

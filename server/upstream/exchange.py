@@ -32,15 +32,11 @@ class AnswerHead(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A request to an upstream.
-
-    Args:
-        fields: without Host and the body's length.
-    """
+    """A request to an upstream."""
 
     method: bytes
     path: bytes
-    fields: tuple[tuple[bytes, bytes], ...]
+    fields: tuple[tuple[bytes, bytes], ...]  # without Host and the body's length
     body: bytes = b""
 
     @property
@@ -51,6 +47,9 @@ class Outgoing(NamedTuple):
 
 class Reader(Protocol):
     """What takes an answer: its methods are called in this order, on_end last and once, none after a cancel."""
+
+    def on_nothing(self) -> None:
+        """An interim head (1xx) or an empty piece; at any time."""
 
     def on_head(self, head: AnswerHead) -> None: ...
     def on_data(self, data: bytes) -> None: ...
@@ -103,6 +102,10 @@ class Exchange:
 
     # The connection's side.
 
+    def take_nothing(self) -> None:
+        if not self.is_over:
+            self._reader.on_nothing()
+
     def take_head(self, head: AnswerHead) -> None:
         self.has_head = True
         self._reader.on_head(head)
@@ -131,6 +134,9 @@ class WholeAnswer:
         self._head = AnswerHead(0, ())
         self._body = bytearray()
         self._most_bytes = most_bytes
+
+    def on_nothing(self) -> None:
+        """Whoever waits has a time for all of it."""
 
     def on_head(self, head: AnswerHead) -> None:
         self._head = head

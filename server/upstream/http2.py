@@ -1,7 +1,7 @@
 """HTTP/2 without I/O, the client's side (RFC 9113): requests to bytes, and bytes to answers. Thread: loop.
 
-The frames, windows and HPACK are those of the server's side (server/wire). The connection's window is given back as
-bytes come; a stream's, only as they are read: a reader that stops shuts its own stream, and no other.
+Frames come from server/wire/http2_reading.py, as on the server's side. The connection's window is given back as bytes
+come; a stream's, only as they are read: a reader that stops shuts its own stream, and no other.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from server.upstream.exchange import AnswerHead, Carrier, Exchange, Outgoing, Reader, UpstreamFault
 from server.wire import http2_frames as wire
 from server.wire.http2_frames import Header, frame
-from server.wire.http2_heads import Fields, RequestDecoder, ResponseEncoder
+from server.wire.http2_heads import Fields, ResponseEncoder
+from server.wire.http2_reading import FrameReader
 from server.wire.http2_streams import ReceiveWindow
 from server.wire.limits import FrameLimits, Rate, TokenBucket
 from server.wire.messages import ConnectionFault, Http2ErrorCode
@@ -19,6 +20,9 @@ CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024  # only what its frames take to arriv
 LIST_BYTES = 64 * 1024  # of a response's head
 OUR_RESETS = Rate(100, 10)  # then a connection takes no more requests: servers end it at some 200 (CVE-2023-44487)
 NO_STREAM_LIMIT = 2**31 - 1  # RFC 9113 §6.5.2: until the peer's SETTINGS
+# Some servers write a token in several frames, and answers of few bytes; and one request's flood ends before that
+LIMITS = FrameLimits(header_block_bytes=LIST_BYTES, num_overhead_frames=4000, bytes_per_overhead_frame=16)
+REQUEST_CREDIT = 256  # bytes: an answer's frames that carry nothing
 
 
 class _Stream(Exchange):
@@ -37,7 +41,7 @@ class _Stream(Exchange):
         self.receive_window = ReceiveWindow(STREAM_WINDOW_BYTES)
 
 
-class Http2:
+class Http2(FrameReader):
     """One connection's protocol: a `Carrier`.
 
     Attributes:
@@ -52,30 +56,22 @@ class Http2:
         Args:
             origin: the pseudo-fields of every request: scheme and authority.
         """
+        super().__init__(LIMITS, LIST_BYTES, CONNECTION_WINDOW_BYTES)
         self.is_ready = self.is_closing = False
-        self._write, self._now, self._origin = write, now, origin
+        self._send_bytes, self._clock, self._origin = write, now, origin
         self._max_streams = NO_STREAM_LIMIT
-        self._out: list[bytes] = [
+        advertised = {wire.ENABLE_PUSH: 0, wire.INITIAL_WINDOW: STREAM_WINDOW_BYTES, wire.MAX_LIST: LIST_BYTES}
+        self._out += [
             wire.PREFACE,
-            wire.settings_frame(
-                {wire.ENABLE_PUSH: 0, wire.INITIAL_WINDOW: STREAM_WINDOW_BYTES, wire.MAX_LIST: LIST_BYTES}
-            ),
+            wire.settings_frame(advertised),
             wire.window_update(CONNECTION_WINDOW_BYTES - wire.DEFAULT_WINDOW),
         ]
         self._streams: dict[int, _Stream] = {}
         self._next_id = 1
-        self._buffer = bytearray()
-        self._begun: Header | None = None  # of a field section, until it is complete
-        self._fragments: list[bytes] = []  # of it
-        self._decoder = RequestDecoder(LIST_BYTES)
         self._encoder = ResponseEncoder()
-        self._window = self._initial_window = wire.DEFAULT_WINDOW  # for requests' bodies
-        self._receive_window = ReceiveWindow(CONNECTION_WINDOW_BYTES)
+        self._send_window = self._initial_window = wire.DEFAULT_WINDOW  # for requests' bodies
         self._max_frame_bytes = wire.LEAST_FRAME_BYTES
-        self._limits = limits = FrameLimits()
-        rates = {wire.RST_STREAM: limits.resets, wire.PING: limits.pings, wire.SETTINGS: limits.settings}
         self._resets = TokenBucket(OUR_RESETS)
-        self._budgets = {kind: TokenBucket(rate) for kind, rate in rates.items()}
         self.flush()
 
     @property
@@ -88,7 +84,7 @@ class Http2:
 
     def flush(self) -> None:
         if self._out:
-            self._write(b"".join(self._out))
+            self._send_bytes(b"".join(self._out))
             self._out.clear()
 
     # Requests.
@@ -102,6 +98,7 @@ class Http2:
         self._out.append(
             wire.head_frames(block, number, self._max_frame_bytes, 0 if outgoing.body else wire.END_STREAM)
         )
+        self._earn(REQUEST_CREDIT + len(outgoing.body))
         self._send_body(stream)
         self.flush()
         return stream
@@ -109,10 +106,10 @@ class Http2:
     def _send_body(self, stream: _Stream) -> None:
         """As much as the windows let."""
         while stream.body:
-            size = min(len(stream.body), self._window, stream.window, self._max_frame_bytes)
+            size = min(len(stream.body), self._send_window, stream.window, self._max_frame_bytes)
             if size <= 0:
                 return
-            self._window -= size
+            self._send_window -= size
             stream.window -= size
             data, stream.body = bytes(stream.body[:size]), stream.body[size:]
             self._out.append(frame(wire.DATA, data, 0 if stream.body else wire.END_STREAM, stream.id))
@@ -133,8 +130,8 @@ class Http2:
 
     def _reset(self, stream: _Stream, code: Http2ErrorCode) -> None:
         if self._streams.pop(stream.id, None) is not None:
-            self.is_closing |= not self._resets.take(self._now())
-            self._out.append(frame(wire.RST_STREAM, code.to_bytes(4, "big"), 0, stream.id))
+            self.is_closing |= not self._resets.take(self._clock())
+            self._write_reset(stream.id, code)
 
     def fail(self, fault: UpstreamFault) -> None:
         self.is_closing = True
@@ -147,42 +144,15 @@ class Http2:
         if not data:
             raise ConnectionFault(Http2ErrorCode.NO_ERROR, "It has closed the connection.")
         self._buffer += data
+        self._now = self._clock()
         try:
             self._read_frames()
         except ConnectionFault as fault:
             self.is_closing = True
-            self._out.append(frame(wire.GOAWAY, bytes(4) + fault.code.to_bytes(4, "big")))
+            self._write_goaway(0, fault.code)
             raise
         finally:
             self.flush()
-
-    def _read_frames(self) -> None:
-        buffer, position = self._buffer, 0
-        while len(buffer) - position >= wire.HEADER_BYTES:
-            high, low, kind, flags, stream_id = wire.FRAME_HEADER.unpack_from(buffer, position)
-            header = Header(high << 16 | low, kind, flags, stream_id & wire.UNRESERVED)
-            if not self.is_ready and (kind != wire.SETTINGS or flags & wire.ACK):  # RFC 9113 §3.4
-                raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "It does not begin with SETTINGS.")
-            self._check_header(header)
-            end = position + wire.HEADER_BYTES + header.length
-            if len(buffer) < end:
-                break
-            take = _TAKERS.get(kind)
-            if take is not None:  # RFC 9113 §5.5: unknown types are ignored; so are priorities
-                take(self, header, bytes(buffer[position + wire.HEADER_BYTES : end]))
-            position = end
-        del buffer[:position]
-
-    def _check_header(self, header: Header) -> None:
-        if header.length > wire.LEAST_FRAME_BYTES:
-            raise ConnectionFault(Http2ErrorCode.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
-        begun = self._begun
-        if (begun is None) == (header.kind == wire.CONTINUATION) or (begun and begun.stream_id != header.stream_id):
-            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A header block is interrupted, or not begun.")
-        if begun is None:
-            wire.check_shape(header)
-        if header.kind == wire.PUSH_PROMISE:
-            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "Nothing may be pushed.")  # RFC 9113 §6.6
 
     def _stream(self, header: Header) -> _Stream | None:
         """None: it has ended, or we have reset it."""
@@ -190,10 +160,6 @@ class Http2:
         if stream_id % 2 == 0 or stream_id >= self._next_id:  # RFC 9113 §5.1: idle
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, f"Stream {stream_id} was never opened.")
         return self._streams.get(stream_id)
-
-    def _spend(self, kind: int) -> None:
-        if not self._budgets[kind].take(self._now()):
-            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, f"Too many frames of type {kind}.")
 
     def _end(self, stream: _Stream) -> None:
         """The answer is complete."""
@@ -210,29 +176,14 @@ class Http2:
 
     # One method for each type of frame.
 
-    def _take_headers(self, header: Header, payload: bytes) -> None:
-        """HEADERS, or a CONTINUATION of one."""
-        if header.kind == wire.HEADERS:
-            self._stream(header)
-            self._begun, payload = header, wire.unpadded(header, payload)[wire.num_priority_bytes(header) :]
-        self._fragments.append(payload)
-        if len(self._fragments) > self._limits.num_continuations:
-            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "The header block is too large.")
-        begun = self._begun
-        assert begun is not None
-        if not header.flags & wire.END_HEADERS:
-            return
-        fields = self._decoder.decode(b"".join(self._fragments))  # whatever the stream (RFC 9113 §4.3)
-        self._begun = None
-        self._fragments.clear()
-        stream, ends = self._streams.get(begun.stream_id), bool(begun.flags & wire.END_STREAM)
+    def _take_fields(self, begun: Header, fields: Fields) -> None:
+        stream, ends = self._stream(begun), bool(begun.flags & wire.END_STREAM)
         if stream is None:
             return
         if not stream.has_head:
             self._take_head(stream, fields)
         elif not ends:  # RFC 9113 §8.1: trailers end their stream
             self._fail(stream, "its answer has two heads", Http2ErrorCode.PROTOCOL_ERROR)
-            return
         if ends and stream.id in self._streams:
             if stream.has_head:
                 self._end(stream)
@@ -243,12 +194,14 @@ class Http2:
         statuses = [value for name, value in fields if name == b":status"]
         if len(statuses) != 1 or not (statuses[0].isdigit() and len(statuses[0]) == 3):
             self._fail(stream, "its answer has no status", Http2ErrorCode.PROTOCOL_ERROR)
-        elif statuses[0][:1] != b"1":  # RFC 9113 §8.1: others are interim
+        elif statuses[0][:1] == b"1":  # RFC 9113 §8.1: interim
+            stream.take_nothing()
+        else:
             stream.take_head(AnswerHead(int(statuses[0]), tuple(fields)))
 
     def _take_data(self, header: Header, payload: bytes) -> None:
-        self._receive_window.take(header.length)
-        if increment := self._receive_window.give_back(header.length):
+        self._window.take(header.length)
+        if increment := self._window.give_back(header.length):
             self._out.append(wire.window_update(increment))
         stream = self._stream(header)
         if stream is None:
@@ -256,42 +209,34 @@ class Http2:
         if not stream.has_head:
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A body comes before its head.")
         stream.receive_window.take(header.length)
-        data = wire.unpadded(header, payload)
+        data, ends = wire.unpadded(header, payload), bool(header.flags & wire.END_STREAM)
         if len(data) < header.length:
             self.acknowledge(stream, header.length - len(data))
         if data:
             stream.take_data(data)
-        if header.flags & wire.END_STREAM:
+        elif not ends:
+            stream.take_nothing()
+        if ends:
             self._end(stream)
 
     def _take_reset(self, header: Header, payload: bytes) -> None:
-        self._spend(wire.RST_STREAM)
         stream = self._stream(header)
         if stream is not None:
             code = int.from_bytes(payload, "big")
             why = f"it has reset the stream, with code {code}"
             self._fail(stream, why, is_untouched=code == Http2ErrorCode.REFUSED_STREAM)  # RFC 9113 §8.7
 
-    def _take_settings(self, header: Header, payload: bytes) -> None:
-        self._spend(wire.SETTINGS)
+    def _apply_settings(self, payload: bytes) -> None:
         self.is_ready = True
-        if header.flags & wire.ACK:
-            return
         settings, table_sizes = wire.read_settings(payload)
         if table_sizes:
             self._encoder.resize(table_sizes)
         self._max_frame_bytes = settings.get(wire.MAX_FRAME, self._max_frame_bytes)
         self._max_streams = settings.get(wire.MAX_STREAMS, self._max_streams)
-        self._out.append(frame(wire.SETTINGS, b"", wire.ACK))
         growth = settings.get(wire.INITIAL_WINDOW, self._initial_window) - self._initial_window
         self._initial_window += growth
         for stream in self._streams.values():
             self._grow(stream, growth)
-
-    def _take_ping(self, header: Header, payload: bytes) -> None:
-        self._spend(wire.PING)
-        if not header.flags & wire.ACK:
-            self._out.append(frame(wire.PING, payload, wire.ACK))
 
     def _take_goaway(self, header: Header, payload: bytes) -> None:
         self.is_closing = True
@@ -308,8 +253,8 @@ class Http2:
             if stream is not None:
                 self._grow(stream, increment)
             return
-        self._window += increment
-        if self._window > wire.MAX_WINDOW:  # RFC 9113 §6.9.1
+        self._send_window += increment
+        if self._send_window > wire.MAX_WINDOW:  # RFC 9113 §6.9.1
             raise ConnectionFault(Http2ErrorCode.FLOW_CONTROL_ERROR, "The connection's window is too large.")
         for stream in self._streams.values():
             self._send_body(stream)
@@ -321,10 +266,10 @@ class Http2:
         self._send_body(stream)
 
 
-_TAKERS: dict[int, Callable[[Http2, Header, bytes], None]] = {
+Http2.takers = {
     wire.DATA: Http2._take_data,
     wire.HEADERS: Http2._take_headers,
-    wire.CONTINUATION: Http2._take_headers,
+    wire.CONTINUATION: Http2._take_fragment,
     wire.RST_STREAM: Http2._take_reset,
     wire.SETTINGS: Http2._take_settings,
     wire.PING: Http2._take_ping,

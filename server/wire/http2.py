@@ -1,8 +1,8 @@
 """HTTP/2 without I/O, the server's side (RFC 9113): bytes to events, and answers to bytes. Thread: loop.
 
-Each frame is judged by its nine bytes of header before its payload is buffered, and by its stream's state in the table
-`_VERDICTS`; FrameLimits ration what the peer makes us do. Time is an argument. Verdicts and events are the same however
-the input is split into reads. Priorities are ignored; nothing is pushed.
+Frames come from server/wire/http2_reading.py, and are judged by their streams' states in the table `_VERDICTS`. Time is
+an argument. Verdicts and events are the same however the input is split into reads. Priorities are ignored; nothing is
+pushed.
 """
 
 import sys
@@ -14,44 +14,35 @@ from server.wire.http2_frames import (
     CONTINUATION,
     DATA,
     DEFAULT_WINDOW,
-    END_HEADERS,
     END_STREAM,
-    FRAME_HEADER,
     GOAWAY,
-    HEADER_BYTES,
     HEADERS,
     INITIAL_WINDOW,
     LEAST_FRAME_BYTES,
     MAX_FRAME,
     MAX_LIST,
-    MAX_PADDING_BYTES,
     MAX_STREAM_ID,
     MAX_STREAMS,
     MAX_WINDOW,
-    PADDED,
     PING,
     PREFACE,
     PRIORITY,
     PRIORITY_BYTES,
-    PUSH_PROMISE,
     RST_STREAM,
-    SETTING_BYTES,
     SETTINGS,
     UNRESERVED,
     WINDOW_UPDATE,
     Header,
-    check_shape,
     depends_on,
-    frame,
-    num_priority_bytes,
     read_settings,
     settings_frame,
     unpadded,
     window_update,
 )
-from server.wire.http2_heads import Fields, Malformed, RequestDecoder, check_trailers, content_length, read_request
+from server.wire.http2_heads import Fields, Malformed, check_trailers, content_length, read_request
+from server.wire.http2_reading import FrameReader
 from server.wire.http2_streams import DataOutput, Http2Stream, ReceiveWindow, Responses
-from server.wire.limits import HeadLimits, Http2Limits, TokenBucket
+from server.wire.limits import HeadLimits, Http2Limits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -68,10 +59,6 @@ DRAIN_PING = b"steploop"
 
 _NUM_CLOSED_KEPT = 1024  # streams whose end is remembered
 _FIELD_BYTES = 100  # of memory for a field, beside its name and value, which HPACK's table may share
-# In frames of other kinds that cost as much: the head of a request, with the handler that begins; and bytes of its
-# block, each an index or a name in Huffman's code at worst
-_FRAMES_PER_HEAD = 4
-_BLOCK_BYTES_PER_FRAME = 64
 
 
 class _Verdict(NamedTuple):
@@ -100,14 +87,14 @@ _VERDICTS = {
 }
 
 
-class Http2Protocol:
+class Http2Protocol(FrameReader):
     """One connection's protocol. What is to be written is taken with take_control, then take_data.
 
     Attributes:
         has_failed: the connection ends with the GOAWAY that take_control gives; there are no more events.
         failed_with: the code of that GOAWAY.
         num_requests: whose heads have been taken.
-        has_more: receive has read as much at once as it may; receive(b"", now) goes on.
+        has_more: see FrameReader; receive(b"", now) goes on.
         responses: of the open streams.
         early: streams whose responses have ended before their requests, oldest first. RFC 9113 §8.1 allows RST_STREAM
             with NO_ERROR at once. But clients that are still sending (curl 7.88, httpx) would take it for the end and
@@ -132,12 +119,13 @@ class Http2Protocol:
         Raises:
             ConnectionFault: a setting in it has a value that it cannot have.
         """
+        frames = limits.frames
+        super().__init__(frames, limits.list_bytes, limits.window_bytes, frames_at_once)
         self.has_failed = self.has_peer_left = False
         self.failed_with = Http2ErrorCode.NO_ERROR
         self.num_requests = 0
         self._head_limits = head
         self._limits = limits
-        self._out: list[bytes] = []
         self.responses = Responses(self._out.append, date)
         self._streams = self.responses.streams
         self.early: dict[int, Http2Stream] = {}
@@ -148,24 +136,8 @@ class Http2Protocol:
         self._num_refused = 0  # streams in a row
         self._is_draining = False
         self._goaway_id = MAX_STREAM_ID  # above which streams are refused
-        # What is being read.
         self._events: list[Event] = []
-        self._now = 0.0
-        self._buffer = bytearray()
-        self._header: Header | None = None  # of the frame that the buffer begins with, once judged
-        self._has_preface = self._has_settings = self.has_more = False
-        self._frames_at_once = self._num_left = frames_at_once
-        self._block: list[bytes] = []  # of a field section: its HEADERS' and CONTINUATIONs' fragments
-        self._block_header: Header | None = None  # of its HEADERS, until it is complete
-        self._num_block_bytes = self._num_blocks = 0
-        self._decoder = RequestDecoder(limits.list_bytes)
-        self._window = ReceiveWindow(limits.window_bytes)
-        # What the peer may make us do.
-        frames = limits.frames
-        self._most_credit = frames.num_overhead_frames * frames.bytes_per_overhead_frame
-        self._credit = self._most_credit  # in bytes of content
-        rates = {RST_STREAM: frames.resets, PING: frames.pings, SETTINGS: frames.settings}
-        self._budgets = {kind: TokenBucket(rate) for kind, rate in rates.items()}
+        self._has_preface = False
         advertised = {MAX_STREAMS: limits.num_streams, MAX_LIST: head.head_bytes}
         if frames.frame_bytes > LEAST_FRAME_BYTES:
             advertised[MAX_FRAME] = frames.frame_bytes
@@ -211,7 +183,9 @@ class Http2Protocol:
         self._num_left = self._frames_at_once
         self.has_more = False
         try:
-            self._read_frames()
+            position = 0 if self._has_preface else self._take_preface()
+            if self._has_preface:
+                self._read_frames(position)
         except ConnectionFault as fault:
             self.fail(fault.code)
         events, self._events = self._events, []
@@ -228,101 +202,12 @@ class Http2Protocol:
             storage.clear()
         self._write_goaway(self._last_stream_id, code)
 
-    # Frames.
-
-    def _read_frames(self) -> None:
-        buffer, position = self._buffer, 0
-        if not self._has_preface:
-            position = self._take_preface()
-        while self._has_preface and len(buffer) - position >= HEADER_BYTES:
-            header = self._header
-            if header is None:
-                if self._num_left <= 0:
-                    self.has_more = True
-                    break
-                high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(buffer, position)
-                header = self._header = Header(high << 16 | low, kind, flags, stream_id & UNRESERVED)
-                self._check_header(header)
-            end = position + HEADER_BYTES + header.length
-            if len(buffer) < end:
-                break
-            self._header = None
-            take = _TAKERS.get(header.kind)
-            if take is not None:  # RFC 9113 §5.5: unknown types are ignored
-                take(self, header, bytes(buffer[position + HEADER_BYTES : end]))
-            position = end
-        del buffer[:position]
-
     def _take_preface(self) -> int:
         begun = bytes(self._buffer[: len(PREFACE)])
         if not PREFACE.startswith(begun):
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "This is not HTTP/2's connection preface.")
         self._has_preface = begun == PREFACE
         return len(PREFACE) if self._has_preface else 0
-
-    def _check_header(self, header: Header) -> None:
-        """Judge a frame by its header, and charge for it.
-
-        Raises:
-            ConnectionFault: it is not to be read.
-        """
-        length, kind, flags, stream_id = header
-        limits = self._limits.frames
-        self._num_left -= 1
-        if length > limits.frame_bytes:
-            raise ConnectionFault(Http2ErrorCode.FRAME_SIZE_ERROR, f"The frame is {length} bytes long.")
-        if not self._has_settings:
-            # RFC 9113 §3.4: the preface MUST be followed by a SETTINGS frame
-            if kind != SETTINGS or flags & ACK:
-                raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "The first frame is not SETTINGS.")
-            self._has_settings = True
-        begun = self._block_header
-        if begun is not None or kind == CONTINUATION:
-            # RFC 9113 §6.10: any other frame within a header block is a connection error of type PROTOCOL_ERROR
-            if begun is None or (kind, stream_id) != (CONTINUATION, begun.stream_id):
-                raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A header block is interrupted, or not begun.")
-            self._count_block(header)
-            return
-        check_shape(header)
-        if kind == HEADERS:
-            self._block_header = header
-            self._num_block_bytes = 0
-            self._num_blocks += 1
-            self._earn(length)
-            self._count_block(header)
-        elif kind == DATA:
-            self._earn(max(0, length - MAX_PADDING_BYTES) if flags & PADDED else length)
-            self._charge_overhead()
-        elif kind in self._budgets:
-            self._spend(kind)
-            if kind == SETTINGS and length > limits.num_settings * SETTING_BYTES:
-                raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "There are too many settings in one frame.")
-        elif kind == PUSH_PROMISE:
-            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A client cannot push.")  # RFC 9113 §8.4
-        else:  # PRIORITY, WINDOW_UPDATE, GOAWAY, unknown types
-            self._charge_overhead()
-
-    def _count_block(self, header: Header) -> None:
-        """Another fragment of a field section (CVE-2024-27316)."""
-        limits = self._limits.frames
-        least = _FRAMES_PER_HEAD if header.kind == HEADERS else 1
-        self._num_left -= max(least, header.length // _BLOCK_BYTES_PER_FRAME) - 1
-        self._num_block_bytes += header.length
-        if len(self._block) > limits.num_continuations or self._num_block_bytes > limits.header_block_bytes:
-            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "The header block is too large.")
-
-    def _earn(self, num_bytes: int) -> None:
-        """Content, in either direction, pays for overhead."""
-        self._credit = min(self._most_credit, self._credit + num_bytes)
-
-    def _spend(self, kind: int) -> None:
-        if not self._budgets[kind].take(self._now):
-            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, f"Too many frames of type {kind}.")
-
-    def _charge_overhead(self) -> None:
-        self._credit -= self._limits.frames.bytes_per_overhead_frame
-        if self._credit < 0:
-            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "Too many frames carry nothing.")
 
     # Streams.
 
@@ -362,7 +247,7 @@ class Http2Protocol:
 
     def _reset(self, stream_id: int, code: Http2ErrorCode) -> None:
         self._close(stream_id, RESET_BY_US)
-        self._write(RST_STREAM, code.to_bytes(4, "big"), 0, stream_id)
+        self._write_reset(stream_id, code)
 
     def _close(self, stream_id: int, state: int) -> None:
         """Forget the stream but for its state."""
@@ -378,22 +263,7 @@ class Http2Protocol:
 
     # One method for each type of frame.
 
-    def _take_headers(self, header: Header, payload: bytes) -> None:
-        fragment, num_bytes = unpadded(header, payload), num_priority_bytes(header)
-        if num_bytes and depends_on(fragment) == header.stream_id:
-            # RFC 7540 §5.3.1; RFC 9113 §5.4.1: a stream error may be treated as the connection's
-            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A stream cannot depend on itself.")
-        self._take_fragment(header, fragment[num_bytes:])
-
-    def _take_fragment(self, header: Header, fragment: bytes) -> None:
-        self._block.append(fragment)
-        if not header.flags & END_HEADERS:
-            return
-        begun, block = self._block_header, b"".join(self._block)
-        assert begun is not None
-        self._block_header = None
-        self._block.clear()
-        fields = self._decoder.decode(block)  # whatever the stream: the table is the connection's (RFC 9113 §4.3)
+    def _take_fields(self, begun: Header, fields: Fields) -> None:
         if not self._is_taken(HEADERS, begun.stream_id):
             return
         ends_stream = bool(begun.flags & END_STREAM)
@@ -501,11 +371,6 @@ class Http2Protocol:
                 self._events.append(StreamReset(stream_id))
             self._close(stream_id, RESET_BY_PEER)
 
-    def _take_settings(self, header: Header, payload: bytes) -> None:
-        if not header.flags & ACK:
-            self._apply_settings(payload)
-            self._write(SETTINGS, b"", ACK)
-
     def _apply_settings(self, payload: bytes) -> None:
         settings, table_sizes = read_settings(payload)
         responses = self.responses
@@ -524,9 +389,8 @@ class Http2Protocol:
         responses.wake(self._streams.values())
 
     def _take_ping(self, header: Header, payload: bytes) -> None:
-        if not header.flags & ACK:
-            self._write(PING, payload, ACK)
-        elif payload == DRAIN_PING:
+        super()._take_ping(header, payload)
+        if header.flags & ACK and payload == DRAIN_PING:
             self.finish_drain()
 
     def _take_goaway(self, header: Header, payload: bytes) -> None:
@@ -551,9 +415,6 @@ class Http2Protocol:
                 self.responses.wake((stream,))
 
     # Windows and resets.
-
-    def _write(self, kind: int, payload: bytes, flags: int = 0, stream_id: int = 0) -> None:
-        self._out.append(frame(kind, payload, flags, stream_id))
 
     def acknowledge(self, stream_id: int) -> None:
         """What has come of the stream's body has been read: the peer may send as much again."""
@@ -630,9 +491,6 @@ class Http2Protocol:
         """The last GOAWAY is written, and no stream is left."""
         return self._goaway_id != MAX_STREAM_ID and not self._streams
 
-    def _write_goaway(self, last_stream_id: int, code: Http2ErrorCode) -> None:
-        self._write(GOAWAY, last_stream_id.to_bytes(4, "big") + code.to_bytes(4, "big"))
-
     # What goes out.
 
     def take_control(self) -> list[bytes]:
@@ -656,7 +514,7 @@ class Http2Protocol:
         return output
 
 
-_TAKERS: dict[int, Callable[[Http2Protocol, Header, bytes], None]] = {
+Http2Protocol.takers = {
     DATA: Http2Protocol._take_data,
     HEADERS: Http2Protocol._take_headers,
     PRIORITY: Http2Protocol._take_priority,

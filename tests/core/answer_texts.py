@@ -44,11 +44,13 @@ TEXTS = [
     "1 = 2",
 ]
 
+ENDS = ["</parameter>", "\n</parameter>\n</function>", "</arg_value>\n"]  # of values that are written bare
+
 
 def random_value(rng: random.Random, kind: str, depth: int = 0) -> Any:
     match kind:
         case "string":
-            return "".join(rng.choices(TEXTS, k=rng.randrange(4)))
+            return "".join(rng.choices(TEXTS + ENDS * bool(depth), k=rng.randrange(4)))
         case "integer":
             return rng.choice([0, -1, 7, 10**12])
         case "number":

@@ -21,7 +21,7 @@ from core.answer_parts import (
     ToolCallParser,
 )
 from core.tool_formats import FORMATS, HARMONY, THOUGHTS
-from tests.core.answer_texts import RENDER, SCHEMAS, Call, dumped, random_call
+from tests.core.answer_texts import ENDS, RENDER, SCHEMAS, Call, dumped, random_call
 
 
 def parsed(form: str, pieces: Sequence[str]) -> list[Part]:
@@ -131,7 +131,7 @@ def test_a_call_that_is_cut_off_keeps_what_it_has(form: str) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_cut_arguments_are_a_beginning_of_the_whole_ones(form: str) -> None:
     """At every character, streamed or not: they grow, and are whole no sooner than the call is."""
-    edge = {"city": "a\n</b", "note": None, "days": -12, "exact": True, "scale": 2.5, "hours": [1, "x"]}
+    edge = {"city": "a\n</b", "note": None, "days": -12, "exact": True, "scale": 2.5, "hours": [1, f"x{ENDS[1]}"]}
     calls: list[Call] = [("get_weather", edge), ("now", {}), ("get_weather", {"where": {"k": None}, "city": ""})]
     rng = random.Random(0)
     for some in [calls, *([random_call(rng), random_call(rng)] for _ in range(3))]:
@@ -168,6 +168,30 @@ def test_broken_calls_raise_nothing_and_lose_no_text(form: str, data: st.DataObj
     assert text_of(whole) == text_of(pieces)
     if not calls_of(whole):
         assert text_of(whole) == broken
+
+
+@pytest.mark.parametrize("form", ["xml", "glm"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *([f"a{end}b\\", "é"] for end in ENDS),
+        {f'"{ENDS[0]}': [{"k": ENDS[2]}, [ENDS[1]]]},
+        "[see this",
+        '{"a": "it\'s',
+        '["a", b]',
+        "[1] or {}",
+        "{'a': 1}",
+    ],
+    ids=repr,
+)
+def test_what_is_json_ends_where_its_value_does_and_other_text_at_the_first_mark(form: str, value: object) -> None:
+    """At every split in two."""
+    call = ("get_weather", {"hours": value, "city": "x"} if isinstance(value, list) else {"where": value, "city": "x"})
+    text = RENDER[form]([call, ("now", {})]) + "\nDone."
+    for at in range(len(text)):
+        events = parsed(form, [text[:at], text[at:]])
+        assert [(name, json.loads(args)) for name, args in calls_of(events)] == [call, ("now", {})], text[:at]
+        assert text_of(events) == "\nDone."
 
 
 @pytest.mark.parametrize("form", ["xml", "glm"])

@@ -154,6 +154,35 @@ def test_a_grammar_that_fails_in_a_draft_fails_where_it_would_without(monkeypatc
     assert under_test.log.tokens("a") == wanted
 
 
+def test_a_mask_is_made_while_the_step_that_it_is_for_runs(
+    steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each step but the first: sent, then the step before it is read, whose token decides the mask."""
+    runner_limits, events = replace(limits(), max_in_flight=steps_in_flight), list[str]()
+
+    def noted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: object) -> object:
+            events.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((FaultyRunner, "forward"), (FaultyRunner, "sample"), (FaultyRunner, "collect")):
+        noted(owner, name)
+    noted(GrammarState, "fill_mask")
+    under_test = engine(runner_limits, FaultyRunner(runner_limits, FakeClock()))
+    under_test.send(Submit(constrained("a", compiler().compile(regex("[a-c]{200}", "regex")), max_tokens=20)))
+    under_test.run()
+    assert len(under_test.log.tokens("a")) == 20
+    if steps_in_flight == 2:
+        overlapped = ["forward", "collect", "fill_mask", "sample"]
+        assert events == ["forward", "fill_mask", "sample"] + overlapped * 19 + ["collect"]
+    else:
+        assert events == ["forward", "fill_mask", "sample", "collect"] * 20
+
+
 def test_choices_of_one_request_have_grammars_of_their_own() -> None:
     request = constrained("a", compiler().compile(regex(PATTERN, "regex")), num_sequences=3)
     under_test = engine(limits())

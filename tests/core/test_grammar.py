@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from core.grammar import Grammar, GrammarCompiler, Vocabulary
 from core.shortest_answer import shortest_answer
 from core.tool_formats import FORMATS as TOOL_FORMATS
 from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
+from tests.core.answer_texts import RENDER
 from tests.core.grammars import compiler, tokenizer
 from tests.core.random_schemas import SchemaMaker
 
@@ -133,6 +135,44 @@ def test_what_openapi_adds_is_taken() -> None:
     schema = {"type": "integer", "minimum": 3, "maximum": 4, "nullable": True, "x-order": 3, "example": 4}
     grammar = compiler().compile(json_schema(schema, PARAM))
     assert {sampled(grammar, random.Random(seed)) for seed in range(40)} == {"3", "4", "null"}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(f"^{one}$" for one in (r'[^"]{3,6}', r"[^\\]{3,6}", r'[^"\\]+', r"[^]-a]{2}", r"[^-\"]", r"[\x00-!#-~]{2}")),
+        *(f"^{one}$" for one in (r"[[a]]", r"[[:alpha:]]", r"[a&&b~~]{3}", r'[^[\]"]{3}', r"[^\n\"a]{2,}")),
+    ],
+)
+def test_expressions_are_read_as_json_schema_has_them(pattern: str) -> None:
+    texts = [
+        json.dumps(one)
+        for one in ('aaa"', 'b"b', "b\\b", "bbb", "[]", "a]", "a", "[", "]", "-", '"', "&&b", "~b", "l]")
+    ]
+    grammar = compiler().compile(json_schema({"type": "string", "pattern": pattern}, PARAM))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for text in texts:
+            assert taken(grammar, text) == (re.search(pattern, json.loads(text)) is not None), text
+
+
+def test_no_escape_in_a_name_gets_round_its_schema() -> None:
+    for named in ({"properties": {"ab": {"type": "integer"}}}, {"patternProperties": {"^a": {"type": "integer"}}}):
+        schema = {"type": "object", **named, "additionalProperties": {"type": "string"}}
+        grammar = compiler().compile(json_schema(schema, PARAM))
+        assert not taken(grammar, r'{"\u0061b": "x"}')
+        assert taken(grammar, '{"b": "x"}')
+        assert taken(grammar, '{"ab": 1}')
+    grammar = compiler().compile(json_schema({"enum": ["a\x01", "b\x7f"]}, PARAM))
+    assert {json.loads(sampled(grammar, random.Random(seed)) or "") for seed in range(20)} == {"a\x01", "b\x7f"}
+
+
+def taken(grammar: Grammar, text: str) -> bool:
+    """Whether the text is an answer."""
+    state = grammar.start()
+    for token_id in tokenizer().encode(text, add_special_tokens=False):
+        state.accept(token_id)
+    return state.fault is None and state.is_complete
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -259,6 +299,7 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         ({"properties": {"a": {"enum": [1, 10**22]}}}, "response_format.properties.a.enum is beyond 2**53"),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, "less than 1 apart"),
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
+        ({"required": ["a", "a"], "minProperties": 2}, "response_format.minProperties is more than what is required"),
         ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
         ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
         ({"const": [[10**30]]}, "response_format.const is beyond 2**53"),
@@ -612,6 +653,24 @@ UNIONS: list[dict[str, Any]] = [
     {"anyOf": [{"enum": ["x"]}, {"type": "number", "exclusiveMinimum": 3}]},
     {"enum": ["1", 1, "true", None]},
     {"enum": ["1", 2]},
+    {"type": "string", "enum": [1, "a", None]},
+    {"type": ["string", "null"], "enum": [1, "a", None]},
+    {"enum": ["a", "abc", 7, 9], "maxLength": 2, "minimum": 8},
+    {"enum": ["a", [1, "b"]], "minItems": 2},
+    {"type": ["integer", "null"], "multipleOf": 3, "minimum": 4},
+    {"type": "number", "minimum": 0.25, "maximum": 0.75},
+    {"allOf": [{"$ref": "#/$defs/e"}], "maxLength": 3},
+    {"$ref": "#/$defs/e", "type": "string", "minLength": 2},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"const": {"a b'": [1, "x"], "c": {"d\\": None}}},
+    {
+        "type": "object",
+        "properties": {"it's": {"type": "array", "items": True, "maxItems": 2}, "b\\": {"type": "null"}},
+        "required": ["it's", "b\\"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"const": "a</parameter></arg_value>"}, "minItems": 1, "maxItems": 2},
+    *({"type": ["string", "null"], "format": name} for name in ("duration", "hostname", "ipv4", "ipv6", "uuid")),
     {"type": "string", "pattern": "[a-c]*", "minLength": 2, "maxLength": 3},
     {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
     {"anyOf": [{"$ref": "#/$defs/list"}, {"type": "null"}]},
@@ -657,14 +716,23 @@ def test_a_string_or_something_else_is_held_as_it_is_read(form: str, union: dict
     assert num_calls
 
 
-MULTIPLE, END = {"type": "integer", "multipleOf": 3}, "which ends a value"
+END = "which ends a value"
+LITERAL = ("pythonic", "gemma")
 
 
 @pytest.mark.parametrize(
     ("form", "schema", "words"),
     [
-        ("pythonic", MULTIPLE, " has the keyword 'multipleOf'"),
-        ("gemma", {"type": "array", "items": MULTIPLE}, ".items has the keyword 'multipleOf'"),
+        ("pythonic", {"type": "object", "patternProperties": {"a": {}}}, " has the keyword 'patternProperties'"),
+        (
+            "gemma",
+            {"type": "array", "items": {"type": ["object", "null"], "minProperties": 1}},
+            ".items has the keyword",
+        ),
+        ("xml", {"type": ["string", "integer"], "multipleOf": 3}, " has the keyword 'multipleOf'"),
+        ("glm", {"enum": ["a"], "pattern": "a"}, " has the keyword 'pattern'"),
+        ("gemma", {"type": "array", "items": False, "minItems": 0}, ".items has the keyword 'false'"),
+        ("gemma", {"enum": [{"a": 1}], "properties": {"a": {"minimum": 2}}}, " has the keyword 'properties'"),
         ("xml", {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}, " has the keyword 'anyOf'"),
         ("xml", {"const": "x\n</parameter>"}, f" has the keyword 'const'. It has '</parameter>', {END}"),
         (
@@ -686,6 +754,60 @@ def test_what_a_format_cannot_hold_is_named(form: str, schema: dict[str, Any], w
     with pytest.raises(CannotHold, match=re.escape(f"parameters.properties.a{words}")):
         required_calls(TOOL_FORMATS[form], [tool])
     required_calls(TOOL_FORMATS[form], [Tool("f", tool.schema, is_strict=False)])
+
+
+INNER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a%62", "$defs": {"ab": INNER}},
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": INNER}},
+        {"anyOf": [{"$ref": "#/$defs/a"}, {**INNER, "required": []}], "$defs": {"a": INNER}},
+        {"additionalProperties": True},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("form", ["xml", "glm", "gemma", "pythonic", "hermes"])
+def test_parameters_are_read_through_what_their_schema_refers_to(
+    form: str, schema: dict[str, Any], is_strict: bool
+) -> None:
+    whole = {"type": "object", **schema}
+    tool = strict(whole) if is_strict else Tool("f", whole, is_strict=False)
+    grammar = compiler().compile(
+        GrammarSpec(GrammarKind.LARK, required_calls(TOOL_FORMATS[form], [tool], most_calls=1), "tools")
+    )
+    is_open = "additionalProperties" in schema
+    call = RENDER[form]([("f", {"n": 7})])
+    assert taken(grammar, call) or (is_strict and is_open and form != "hermes")
+    for text in (call, *(sampled(grammar, random.Random(seed), most=100) for seed in range(8))):
+        if text is not None:
+            parser = ToolCallParser(TOOL_FORMATS[form], {"f": whole})
+            parts = [*parser.feed(text), *parser.close()]
+            assert not any(isinstance(part, Text) for part in parts)
+            check("".join(one.text for one in parts if isinstance(one, Arguments)), whole)
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [("xml", ["a>b", " a", "a\n"]), ("glm", ["a</arg_key>b", "a "]), *((one, ["a b", "a=b", ""]) for one in LITERAL)],
+)
+def test_a_name_that_a_format_cannot_write_is_refused(form: str, names: list[str]) -> None:
+    for name in names:
+        schema = {
+            "type": "object",
+            "properties": {name: {}, "b": {}},
+            "required": [name],
+            "additionalProperties": False,
+        }
+        with pytest.raises(CannotHold, match=f"{re.escape(repr(name))} cannot be written as a name"):
+            required_calls(TOOL_FORMATS[form], [strict(schema)])
+        required_calls(TOOL_FORMATS[form], [Tool("f", schema, is_strict=False)])
+    missing = {"type": "object", "properties": {}, "required": ["z"], "additionalProperties": {"type": "integer"}}
+    with pytest.raises(CannotHold, match="'z' is not among its properties"):
+        required_calls(TOOL_FORMATS[form], [strict(missing)])
 
 
 def test_a_refused_tool_is_named_by_its_keyword() -> None:
@@ -746,3 +868,6 @@ def test_no_chain_of_references_gets_past_the_bounds(schema: dict[str, Any]) -> 
 def test_references_into_arrays_and_recursion_are_held() -> None:
     json_schema({"anyOf": [{"$ref": "#/anyOf/1"}, {"type": "integer"}]}, "schema")
     json_schema({"type": "object", "properties": {"next": {"$ref": "#"}}}, "schema")
+    for pointer in ("#/$defs/Größe [a|c]", "#/$defs/Gr%C3%B6%C3%9Fe%20%5Ba%7Cc%5D"):
+        schema = {"$defs": {"Größe [a|c]": {"const": 7}}, "type": "array", "items": {"$ref": pointer}, "minItems": 1}
+        assert taken(compiler().compile(json_schema(schema, PARAM)), "[7,7]")

@@ -114,7 +114,7 @@ def test_coefficients_are_never_negative() -> None:
     rng, model = random.Random(4), StepCostModel()
     for _ in range(300):
         model.observe(random_step(rng), rng.uniform(0.001, 0.1))
-        assert min(model._fit) >= 0
+        assert min(model.fit) >= 0
 
 
 def test_steps_without_prompts_do_not_make_it_forget_prompts() -> None:

@@ -1,6 +1,6 @@
 """What a step costs the engine's thread beside its model, counted and never timed: functions entered."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,13 @@ class OverlapUnderTest(EngineUnderTest):
     max_in_flight = 2
 
 
-def decoding(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> EngineUnderTest:
-    """Each of so many sequences, all of tenants of their own, decodes a token in each step from now on."""
-    under_test = engine(LIMITS)
+def decoding(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest, **limits: int) -> EngineUnderTest:
+    """Each of so many sequences, all of tenants of their own, decodes a token in each step from now on.
+
+    Args:
+        limits: other ones of the runner.
+    """
+    under_test = engine(replace(LIMITS, **limits))
     for number in range(num_rows):  # prompts of different lengths: not all need a block in the same step
         under_test.send(Submit(make_request(str(number), 20 + number % LIMITS.block_size, 200, tenant=str(number))))
     deliveries = under_test.log.deliveries
@@ -47,8 +51,8 @@ def decoding(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> 
     return under_test
 
 
-def measure(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> Work:
-    under_test = decoding(num_rows, engine)
+def measure(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest, **limits: int) -> Work:
+    under_test = decoding(num_rows, engine, **limits)
     with CallCounter(is_counted) as counter:
         for _ in range(NUM_STEPS):
             under_test.step()
@@ -74,6 +78,17 @@ def test_each_further_row_takes_so_many_calls(engine: type[EngineUnderTest], num
     one, many = measure(1, engine), measure(num_rows, engine)
     assert (many.num_calls - one.num_calls) / (num_rows - 1) <= 1.6
     assert (many.num_builtin_calls - one.num_builtin_calls) / (num_rows - 1) <= 10.8
+
+
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_looking_for_a_draft_where_nothing_repeats_takes_so_many_calls_a_row(num_rows: int) -> None:
+    """Its newest run is noted once, and looked for in its own text and in its tenant's recent answers: not in each step
+    of many rows."""
+    noise = {"vocab_size": 1 << 19}
+    plain, looking = measure(num_rows, **noise), measure(num_rows, **noise, max_drafts=32, few_tokens=8)
+    looks = num_rows / (1 + num_rows // 8)
+    assert looking.num_calls - plain.num_calls <= 7 * looks + 20
+    assert looking.num_builtin_calls - plain.num_builtin_calls <= 10 * num_rows + 30
 
 
 def instructions_beside_a_queue(num_waiting: int, deadline_s: float | None) -> float:

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.answer_parts import ToolCallParser
 from core.chat_template import ChatTemplate
 from core.detokenizer import Detokenizer
 from core.marked_text import JsonText, MarkedText, Origin
 from core.tokenizer import Tokenizer
+from core.tool_formats import FORMATS
 from core.turns import EMPTY_THOUGHT, Begun, TurnMemory
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level, for_chats, sentencepiece
-from tests.core.tool_templates import GRANITE
+from tests.core.tool_templates import GRANITE, TOOL_TEMPLATES
 
 TOKENIZER = Tokenizer(for_chats(byte_level()).to_str(), templates=[CHATML], user_turn="<|im_start|>user\nx<|im_end|>")
 TEMPLATE = ChatTemplate({"default": CHATML}, {}, 4096)
@@ -128,6 +130,43 @@ def test_a_call_that_was_cut_off_has_the_ids_that_were_generated(source: str, cu
     memory = remembering(prompt, answer := oddly_cut(said, random.Random(1)))
     ids = memory.encode(chat(calling(JsonText(cut)), {"role": "user", "content": "b"}), MINE)
     assert ids[: len(ids_before := TOKENIZER.encode_chat(prompt) + answer)] == ids_before
+
+
+@pytest.mark.parametrize("name", ["granite", "phi4", "hermes", "xml", "glm", "gemma", "pythonic"])
+def test_calls_that_are_cut_between_two_have_the_ids_that_were_generated(name: str) -> None:
+    """What there is of the next call is not shown, and comes in no history."""
+    template = ChatTemplate({"default": TOOL_TEMPLATES[name]}, {}, 4096, marks_content=True)
+
+    def chat(*calls: str) -> str:
+        shown = [{"type": "function", "function": {"name": one, "arguments": {"a": 7}}} for one in calls]
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": shown}]
+        turn = [*messages, {"role": "user", "content": "b"}] if calls else messages[:1]
+        return template.render(turn, now=datetime(2026, 1, 1), add_generation_prompt=not calls)
+
+    def parser() -> ToolCallParser:
+        return ToolCallParser(FORMATS[name], {"f": {}, "g": {}}, only_calls=True)
+
+    def num_unshown(text: str) -> int:
+        (one := parser()).feed(text)
+        one.close(is_cut=True)
+        return one.num_unshown
+
+    prompt, history, both = chat(), chat("f"), chat("f", "g")[len(chat()) :]
+    num_found = 0
+    for end in range(len(both)):
+        (cut := parser()).feed(both[:end])
+        cut.close(is_cut=True)
+        if (cut.num_calls, cut.num_complete) != (1, 1):
+            continue
+        num_found += 1
+        answer = [one for char in both[:end] for one in TOKENIZER.encode(char, add_special_tokens=False)]
+        memory, before = TurnMemory(TOKENIZER), TOKENIZER.encode_chat(prompt)
+        memory.add(Begun(MINE, prompt, np.array(before, np.int32), num_unshown=num_unshown), answer)
+        ids = memory.encode(history, MINE)
+        num_same = next(i for i, (a, b) in enumerate(zip(ids, [*before, *answer, -1], strict=False)) if a != b)
+        text = TOKENIZER.decode(ids[:num_same], skip_special_tokens=False)
+        assert len(text) - len(prompt) >= both.index("7") + 2, both[:end]
+    assert num_found > 3
 
 
 @pytest.mark.parametrize(

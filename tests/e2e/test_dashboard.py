@@ -162,6 +162,10 @@ def test_an_operator_signs_in_sees_a_request_cancels_it_and_looks_at_its_stages(
         assert "is cancelled" in page.text
         page.evaluate("document.querySelector('#ended button').click()")
         page.wait("document.querySelectorAll('#stages tr').length > 5")
+        page.wait("!document.getElementById('why').hidden")
+        page.evaluate("document.getElementById('why').focus()")
+        page.press(" ", 32, " ")
+        page.wait("document.getElementById('verdict').textContent.includes('.')")
         page.look_like(1280, "dark")
         page.save(shown / "dashboard-dark.png")
         page.press("Escape", 27)

@@ -93,7 +93,7 @@ def run_batch(file: Path, *flags: str) -> subprocess.Popen[str]:
 def test_the_command_goes_on_after_an_interruption(
     keeping: ServerProcess, small_model: Path, tmp_path: Path, is_remote: bool
 ) -> None:
-    num = 60
+    num = 120  # so many that none is quick enough to end before it is interrupted
     file = write_lines(tmp_path / "in.jsonl", num, max_tokens=64)
     flags = ("--url", keeping.url) if is_remote else ("--model", str(small_model))
     state = tmp_path / "in.jsonl.steploop" / "state.json"

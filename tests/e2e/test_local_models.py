@@ -189,7 +189,7 @@ def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: 
         last = received[received.rindex(b"data: {") + 6 :].splitlines()[0]
         error = json.loads(last)["error"]
         assert error["code"] == "upstream_error"
-        assert error["message"] == "The process of the model one has ended. Ask again: it is started anew."
+        assert error["message"] == "The process of this model has ended. Ask again: it is started anew."
         assert chat(server, "one").status == 200
         assert other in wait_models(server, 2)
         below = children(server.process.pid)
@@ -203,9 +203,8 @@ def test_a_process_that_hangs_is_killed_and_its_requests_are_told(tmp_path: Path
         assert chat(server, "one").status == 200
         (pid,) = wait_models(server, 1)
         os.kill(pid, signal.SIGSTOP)
-        answer = chat(server, "one", stream=True)
-        assert (answer.status, pid in models_of(server)) in ((200, False), (502, False)), answer.body
-        assert chat(server, "one").status == 200
+        answer = chat(server, "one", stream=True)  # is asked again of the process that is started anew
+        assert (answer.status, answer.body.count(b"[DONE]"), pid in models_of(server)) == (200, 1, False), answer.body
         wait_models(server, 1)
 
 
@@ -277,14 +276,19 @@ def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_twenty_swaps_leak_nothing_and_lose_nothing(tmp_path: Path) -> None:
+    swap(tmp_path, 20)
+
+
+def swap(directory: Path, num_swaps: int) -> None:
+    """Models that give way to each other, one after another: `make simulate` has more of them."""
     names = ("one", "two", "three")
-    kept = ("--kv-offload-memory", "2MiB", "--kv-offload-dir", str(tmp_path))
-    flags = ("--models-memory", BOUND, "--ledger", str(tmp_path / "ledger.db"), *kept)
-    with serving(tmp_path, *map(entry, names), flags=flags) as server:
+    kept = ("--kv-offload-memory", "2MiB", "--kv-offload-dir", str(directory))
+    flags = ("--models-memory", BOUND, "--ledger", str(directory / "ledger.db"), *kept)
+    with serving(directory, *map(entry, names), flags=flags) as server:
         first = chat(server, names[0])
         open_files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
         tokens = [first.json["usage"]["completion_tokens"]]
-        for i in range(1, 21):
+        for i in range(1, num_swaps + 1):
             answer = chat(server, names[i % 3])
             assert answer.status == 200, answer
             tokens.append(answer.json["usage"]["completion_tokens"])
@@ -294,4 +298,4 @@ def test_twenty_swaps_leak_nothing_and_lose_nothing(tmp_path: Path) -> None:
         assert len(os.listdir(f"/proc/{server.process.pid}/fd")) <= open_files
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
         assert sum(line["completion_tokens"] for line in lines) == sum(tokens)
-        assert sum(line["requests"] for line in lines) == 21
+        assert sum(line["requests"] for line in lines) == num_swaps + 1

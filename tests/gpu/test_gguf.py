@@ -76,6 +76,7 @@ AS_LLAMA_CPP_HAS_IT: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "layer_types": None},
     "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None},
     "granite": {},
+    "glm4_moe": {},
     "olmo2": {},
     "phi3": {},
     "gemma2": {"query_pre_attn_scalar": 24, "tie_word_embeddings": True},

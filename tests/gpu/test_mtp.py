@@ -16,17 +16,20 @@ from torch import Tensor
 from core.config import parse_model_config
 from core.drafter import DraftBudget
 from core.drafts import DraftModel, DraftWish
+from core.gguf_model import config_of
 from core.scheduler import Scheduler
 from core.types import EngineStats, Request, SamplingParams
 from gpu.checkpoint import open_checkpoint
 from gpu.device import choose_device
 from gpu.draft_model import DraftRunner
+from gpu.loading import load_runner
 from gpu.memory_plan import estimate, mtp_bytes
 from gpu.mtp import MtpDrafts
 from gpu.runner import ModelRunner
 from tests import oracle
 from tests.fakes import FakeClock, make_request
-from tests.gpu.conftest import ENGINE, open_runner
+from tests.gguf_files import parsed, write_gguf
+from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import make_plan
 from tests.gpu.test_overlap import EOS, draw_workload
 from tests.gpu.test_speculation import run, with_every_setting
@@ -254,6 +257,43 @@ def test_a_head_that_is_not_whole_is_left_out(
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     assert open_runner(tmp_path).drafts is None
     assert "it lacks model.layers.2.hnorm.weight" in caplog.text
+
+
+def of_file(file: Path) -> ModelRunner:
+    return load_runner(file, parse_model_config(config_of(parsed(file), None)), ENGINE, no_progress)
+
+
+def test_the_first_of_two_heads_drafts_from_safetensors_and_gguf_and_the_second_is_named(
+    tmp_path: Path, with_head: Callable[[str], tuple[Path, Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = with_head("glm4_moe")[1]
+    tensors = load_file(directory / "model.safetensors")
+    tensors |= {n.replace(".layers.2.", ".layers.3."): t.clone() for n, t in tensors.items() if ".layers.2." in n}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(read_config(directory) | {"num_nextn_predict_layers": 2}))
+    found = []
+    with caplog.at_level("INFO"):
+        for runner in (
+            open_runner(directory),
+            open_runner(tmp_path),
+            of_file(write_gguf(tmp_path, tmp_path / "m.gguf")),
+        ):
+            runner.collect(sampled(runner, make_plan([(0, 0, PROMPT, True)], tables=[(0, i, i) for i in range(4)])))
+            assert isinstance(runner.drafts, MtpDrafts)
+            found.append(propose(runner.drafts, Computed([*PROMPT, 9]), 4))
+    assert found[0] == found[1] == found[2]
+    assert caplog.text.count("left out: model.layers.3\n") == 2
+
+
+def test_a_gguf_file_without_its_head_is_served(tmp_path: Path, with_head: Callable[[str], tuple[Path, Path]]) -> None:
+    directory = with_head("glm4_moe")[1]
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers.2." not in name}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    runner = of_file(write_gguf(tmp_path, tmp_path / "m.gguf"))
+    assert runner.drafts is None
+    assert (runner.config.num_layers, runner.config.num_draft_layers) == (2, 1)
 
 
 def said_of(

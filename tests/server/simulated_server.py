@@ -324,6 +324,7 @@ class SimulatedServer:
             deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,
+            limits=limits,
         )
 
     # The network's side.

@@ -11,7 +11,7 @@ import pytest
 
 from core.plan import RunnerLimits
 from server import __version__
-from server.banner import BannerFacts, Endpoint, banner_lines, base_url, configured_url, sample_curl
+from server.banner import DRAFTS, BannerFacts, Endpoint, banner_lines, base_url, configured_url, sample_curl
 from server.config import ServerConfig
 from server.gate.tenants import Tenant
 from server.listening.sockets import Bind, TcpAddress, UnixAddress
@@ -61,6 +61,22 @@ def test_banner_has_nine_lines_and_each_fact() -> None:
     own = facts(engine=dataclasses.replace(ENGINE, is_demonstration=False, limits=limits))
     assert "demonstration" not in "".join(banner_lines(own))
     assert line(own, "KV").endswith("(64 MiB), 8,192 more in host memory")
+
+
+@pytest.mark.parametrize(
+    ("config", "has_mtp", "drafts"),
+    [
+        (ServerConfig(), False, [DRAFTS]),
+        (ServerConfig(), True, [f"{DRAFTS}; else the model's own head (MTP)"]),
+        (ServerConfig(draft=Path("small")), False, [f"{DRAFTS}; else the model small"]),
+        (ServerConfig(speculation="off"), False, []),
+    ],
+)
+def test_the_banner_says_what_drafts(config: ServerConfig, has_mtp: bool, drafts: list[str]) -> None:
+    limits = dataclasses.replace(ENGINE.limits, max_drafts=32)
+    engine = dataclasses.replace(ENGINE, limits=limits, has_mtp=has_mtp)
+    told = banner_lines(facts(engine=engine, config=config))
+    assert [text for text in told if "drafts" in text] == [f"  drafts   {text}" for text in drafts]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode, NotEnoughMemory, StartupError
+from server.banner import DRAFTS
 from server.commands.doctor import (
     Section,
     exit_code,
@@ -48,6 +49,7 @@ def test_plan_says_where_each_figure_is_from(tmp_path: Path) -> None:
     rest = ["attention", "matmuls", "drafts", "CUDA graphs", "in all"]
     facts = {fact.name: fact.value for fact in plan_facts(load_config(typed(*words), {}))}
     assert facts["context"] == f"{CONTEXT:,} tokens: the model's own"
+    assert facts["drafts"] == DRAFTS
     assert list(facts) == [*names, *rest]
     words += ["--kv-offload-memory", "1GiB", "--kv-offload-dir", "/var/cache/kv"]
     facts = {fact.name: fact.value for fact in plan_facts(load_config(typed(*words), {}))}

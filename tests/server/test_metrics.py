@@ -181,6 +181,17 @@ def test_each_step_is_observed_once_with_its_rows_and_tokens() -> None:
     assert (metrics.step_rows["prefill"].total, metrics.step_rows["decode"].total) == (1, 5)
 
 
+def test_drafts_are_counted_by_drafter() -> None:
+    stats = EngineStats(draft_tokens={"suffix": 9, "mtp": 4}, accepted_tokens={"suffix": 7, "mtp": 0})
+    samples = samples_of(page_of(Metrics(), stats))
+    told = {
+        (kind, drafter): samples[f'steploop_{kind}_tokens_total{{model_name="",drafter="{drafter}"}}']
+        for kind in ("draft", "accepted")
+        for drafter in ("suffix", "mtp")
+    }
+    assert list(told.values()) == [9, 4, 7, 0]
+
+
 def test_promises_are_told_with_what_was_measured() -> None:
     metrics = Metrics(SloRules(ttft_p95_ms=3000, latency_p50_ms=9000, error_rate=0.5), lambda: 10.0)
     metrics.count_request(finished())

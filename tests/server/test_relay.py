@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 
 from core.errors import StartupError
 from core.types import Pooling, SamplingParams
+from server import relay
+from server.api import chat as chat_api
+from server.api import completions
 from server.api.fields import GenerationCall, PoolingStyle
 from server.api.replies import status_of
 from server.config import ServerConfig
@@ -322,6 +325,24 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         Server(ServerConfig(models=(model("http://h:1", tokenizer="/nowhere"),)), no_engine, print)
 
 
+async def test_without_a_tokenizer_a_prompt_reserves_a_third_of_its_bytes_and_ids_as_they_are() -> None:
+    async with serving(no_engine, models=(model("unix:/nowhere"),)) as front:
+        relay = front.server._app.served.others[ASKED].reader
+        assert isinstance(relay, Relay)
+        image = {"type": "image_url", "image_url": {"url": "data:" + "a" * 999}}
+        for surface, body, num_tokens in (
+            (completions.SURFACE, {"prompt": "x" * 300}, 100),
+            (completions.SURFACE, {"prompt": "é" * 300}, 200),
+            (completions.SURFACE, {"prompt": [7, 8, 9]}, 3),
+            (completions.SURFACE, {"prompt": ""}, 1),
+            (chat_api.SURFACE, {"messages": [{"role": "user", "content": "x" * 296}]}, 100),
+            (chat_api.SURFACE, {"messages": [], "tools": [{"name": "x" * 300}]}, 100),
+            (chat_api.SURFACE, {"messages": [{"role": "user", "content": [image]}]}, 5),
+        ):
+            prepared = relay.prepare(surface, orjson.dumps(body), Tenant(name="t"), StageMarks(lambda: 0.0))
+            assert prepared.prompt.num_tokens == num_tokens, body
+
+
 async def test_a_document_reserves_what_it_may_take() -> None:
     tenant = keyed_tenant("acme", limits=Limits(tokens_per_minute=1000))
     async with relaying(config={"tenants": (tenant,)}) as gateway:
@@ -612,6 +633,36 @@ async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
         assert (await read_answer(*held)).events[-1] == "[DONE]"
 
 
+_ANSWER = _HEAD + _chunk(delta={"content": "a"}) + _chunk(delta={}, finish_reason="stop")
+_USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("said", "again", "fields", "end"),
+    [
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", {}, "upstream_error"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", {"stream": True}, "upstream_error"),
+        (_HEAD, b": comment\n\n", {"stream": True}, "upstream_error"),
+        (_HEAD, b"\n\n", {"stream": True}, "upstream_error"),
+        (_HEAD, _USAGE, {"stream": True}, "upstream_error"),
+        (_HEAD, _USAGE, STREAM, "upstream_error"),
+        (_ANSWER + b"data: [DONE]\n\n", _USAGE, {"stream": True}, "[DONE]"),
+        (_ANSWER + b"data: [DONE]\n\n", b": comment\n\n", {"stream": True}, "[DONE]"),
+        (_ANSWER + b"data: [DONE]\n\n", b"a", {"stream": True}, "[DONE]"),
+    ],
+    ids=range(9),
+)
+async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
+    said: bytes, again: bytes, fields: dict[str, Any], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "LINGER_S", 0.05)
+    async with saying(said, again=again) as bad, serving(no_engine, models=(model(bad, protocol="h1"),)) as front:
+        answer = await ask(front.server, closing(SURFACES["chat"](max_tokens=None, **fields)))
+        assert (end.encode() in answer.body, answer.body.count(b"data: [DONE]")) == (True, int(end == "[DONE]"))
+        (upstream,) = front.server._pools[0].upstreams
+        assert (upstream.num_active, upstream.num_failures) == (0, int(end != "[DONE]"))
+
+
 _SETTINGS = raw_http2.settings()
 _HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), raw_http2.END_HEADERS, 3)
 
@@ -630,8 +681,11 @@ _HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), ra
         [raw_http2.headers(b"", 0, 3), raw_http2.ping()],
         [raw_http2.ping()] * 500,
         [raw_http2.window_update(2**31 - 1)],
+        [_HEAD_3, *[raw_http2.data(b"", 0, 3)] * 2000],
+        [_HEAD_3, *[raw_http2.window_update(1)] * 6000],
+        [raw_http2.headers(ResponseEncoder().encode([(b":status", b"103")]), raw_http2.END_HEADERS, 3)] * 2000,
     ],
-    ids=range(11),
+    ids=range(14),
 )
 async def test_whatever_an_upstream_says_in_http2_its_request_ends(frames: list[raw_http2.Frame]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -669,16 +723,17 @@ _WELL = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
 @asynccontextmanager
-async def saying(said: bytes | None, ends: bool = False, hangs: bool = False) -> AsyncIterator[str]:
+async def saying(said: bytes | None, ends: bool = False, hangs: bool = False, again: bytes = b"") -> AsyncIterator[str]:
     """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked.
 
     Args:
         ends: it closes the connection then.
         hangs: it does neither, whatever it says, and is not well any more.
+        again: what it says then, without end.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
                 has_hung[0] |= hangs and not head.startswith(b"GET")
                 if head.startswith(b"GET") and said is None:
@@ -687,6 +742,9 @@ async def saying(said: bytes | None, ends: bool = False, hangs: bool = False) ->
                     writer.write(b"" if has_hung[0] else _WELL)
                 else:
                     writer.write(said or b"")
+                while again and not head.startswith(b"GET"):
+                    writer.write(again * 100)
+                    await writer.drain()
                 if (ends or not (said or hangs)) and not head.startswith(b"GET"):
                     break
         writer.close()
@@ -1046,6 +1104,55 @@ async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
             assert (await ask(front.server, closing(SURFACES["chat"](**fields)))).status == 200
             (line,) = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
             assert (line["prompt_tokens"], line["completion_tokens"]) == billed
+
+
+@pytest.mark.parametrize("bad", [-5, 10**30, "many"])
+@pytest.mark.parametrize(
+    ("surface", "events"),
+    [
+        ("chat", ["chat"]),
+        ("chat", [_chunk(delta={"content": "a"}), _chunk(delta={}, finish_reason="stop"), "chat", b"data: [DONE]\n\n"]),
+        ("responses", ["responses"]),
+        (
+            "messages",
+            ["start", b'data: {"type":"content_block_delta"}\n\n', "end", b'data: {"type":"message_stop"}\n\n'],
+        ),
+    ],
+    ids=["whole", "chat", "responses", "messages"],
+)
+async def test_usage_that_cannot_be_is_estimated_and_shown_to_nobody(
+    surface: str, events: list[str | bytes], bad: Any, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {
+        "chat": {"choices": [], "usage": {"prompt_tokens": bad, "completion_tokens": 2}},
+        "responses": {"status": "completed", "output": [], "usage": {"input_tokens": 2, "output_tokens": bad}},
+        "start": {"type": "message_start", "message": {"id": "m", "usage": {"input_tokens": bad, "output_tokens": 1}}},
+        "end": {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": bad}},
+    }
+    is_stream = len(events) > 1
+    if not is_stream:
+        told["chat"]["choices"] = [{"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}]
+    pieces = (json.dumps(told[one]).encode() if isinstance(one, str) else one for one in events)
+    body = b"".join(b"data: %b\n\n" % one if is_stream and not one.startswith(b"data") else one for one in pieces)
+    async with saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
+        settings = model(url, protocol="h1")
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            fields = (STREAM if surface == "chat" else {"stream": True}) if is_stream else {}
+            answer = await ask(front.server, closing(SURFACES[surface](**fields)))
+    assert answer.status == 200
+    shown = [
+        one.get("usage") or one.get("message", {}).get("usage")
+        for one in (answer.events if is_stream else [answer.json])
+        if one != "[DONE]"
+    ]
+    counts = [
+        (one.get("prompt_tokens", one.get("input_tokens")), one.get("completion_tokens", one.get("output_tokens")))
+        for one in shown
+        if one
+    ]
+    (row,) = rows(tmp_path / "ledger.db")
+    assert counts[-1] == (row.prompt_tokens, row.completion_tokens)
+    assert all(0 < prompt < 20 and 0 <= completion <= 12 for prompt, completion in counts)
 
 
 # Any bytes, without a connection.

@@ -1,5 +1,6 @@
 """A request's clock: whatever it is told, and in whichever order, its stages are its time."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,19 @@ def test_marks_of_the_engine_part_queue_and_prefill() -> None:
     assert clock.stages_ms() == {"head": 1000.0, "queue": 2000.0, "prefill": 500.0, "first_token": 100.0}
     assert b'prefill;dur=500.000;desc="chunks=2 cached=16"' in clock.server_timing()
     assert clock.details().items() >= {"ttft": 3600.0, "prefill_chunks": 2, "cached_tokens": 16}.items()
+
+
+@pytest.mark.parametrize(("is_told", "stages"), [(True, {"first_token": 2.5, "decode": 0.5}), (False, {"decode": 3.0})])
+def test_tokens_that_are_told_at_the_end_were_decoded_before(is_told: bool, stages: dict[str, float]) -> None:
+    clock = StageClock(0.0)
+    clock.enter(Stage.QUEUE, 0.0)
+    clock.on_engine_mark(Admitted("r", 0.0))
+    clock.on_engine_mark(Prefilled("r", 1.0, num_chunks=1, num_cached_tokens=0))
+    clock.begin_decode(Stage.DECODE, 3.5, is_told)
+    clock.finish(4.0)
+    found = {stage: ms / 1e3 for stage, ms in clock.stages_ms().items()}
+    assert found == {"head": 0.0, "queue": 0.0, "prefill": 1.0, "detokenize": 0.0} | stages
+    assert clock.first_token_s == (3.5 if is_told else 1.0)
 
 
 def test_mark_of_a_request_that_has_been_given_up_changes_no_stage() -> None:

@@ -176,6 +176,7 @@ class Client:
         client, number = self, len(self.out)
 
         class Reader:
+            def on_nothing(self) -> None: ...
             def on_head(self, head: AnswerHead) -> None:
                 client.told.append((number, f"head {head.status}"))
 
@@ -339,6 +340,7 @@ def test_every_request_ends_once_whatever_comes(protocol: bytes, data: st.DataOb
     told: list[str] = []
 
     class Reader:
+        def on_nothing(self) -> None: ...
         def on_head(self, head: AnswerHead) -> None:
             assert not told
             told.append("head")
@@ -377,6 +379,7 @@ def test_a_flood_is_read_in_shares_and_no_further_than_its_reader(protocol: byte
     received: list[int] = []
 
     class Reader:
+        def on_nothing(self) -> None: ...
         def on_head(self, head: AnswerHead) -> None: ...
         def on_data(self, data: bytes) -> None:
             received.append(len(data))
@@ -482,6 +485,7 @@ def test_http1_connections_that_say_more_than_an_answer_get_no_further_request(
     ends: list[UpstreamFault | None] = []
 
     class Reader:
+        def on_nothing(self) -> None: ...
         def on_head(self, head: AnswerHead) -> None: ...
         def on_data(self, data: bytes) -> None: ...
         def on_end(self, fault: UpstreamFault | None) -> None:
