@@ -9,7 +9,7 @@ the host and the loop's work are not simulated. Any thread; pure.
 import enum
 import math
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,16 +143,22 @@ class Machine:
         self._ends_s = [one.at_s for one in paces[1:]]
         self._speeds = [(first.fit, _slowness(first, second)) for first, second in pairwise(paces)]
 
-    def step_s(self, work: StepWork, at_s: float, is_held_up: bool) -> float:
-        """What a step takes.
+    def end_s(self, work: StepWork, at_s: float, is_held_up: bool) -> float:
+        """When a step ends.
 
         Args:
             at_s: when it begins.
             is_held_up: as steps of that time were, against what was predicted.
         """
-        i = bisect_left(self._ends_s, at_s)
-        fit, slowness = self._speeds[i] if i < len(self._speeds) else (self.fit, 1.0)
-        return predicted_s(fit, work, self.limits.few_tokens) * (slowness if is_held_up else 1.0)
+        part = 1.0  # that is still to be computed
+        for i in range(bisect_right(self._ends_s, at_s), len(self._speeds)):
+            fit, slowness = self._speeds[i]
+            took_s = predicted_s(fit, work, self.limits.few_tokens) * (slowness if is_held_up else 1.0)
+            if at_s + part * took_s <= self._ends_s[i]:
+                return at_s + part * took_s
+            part -= (self._ends_s[i] - at_s) / took_s
+            at_s = self._ends_s[i]
+        return at_s + part * predicted_s(self.fit, work, self.limits.few_tokens)
 
 
 def _slowness(first: Pace, second: Pace) -> float:
@@ -395,7 +401,7 @@ class _Minute:
             self._cancels(),
             partial(_ReplayScheduler, free=free, preempts=preempts),
             self._on_step,
-            partial(machine.step_s, is_held_up=Cause.SLOW_STEPS not in without),
+            partial(machine.end_s, is_held_up=Cause.SLOW_STEPS not in without),
             self._from_s,
         )
         traces = [simulation.traces[name] for name in self._own]
@@ -527,9 +533,9 @@ class _ReplayScheduler(Scheduler):
 class _TimedRunner:
     """A core.plan.Runner whose steps take time and compute nothing: each token is one that nobody has had."""
 
-    def __init__(self, limits: RunnerLimits, step_s: Callable[[StepWork, float], float], clock: SimulatedClock) -> None:
+    def __init__(self, limits: RunnerLimits, end_s: Callable[[StepWork, float], float], clock: SimulatedClock) -> None:
         self.limits = limits
-        self._step_s, self._clock = step_s, clock
+        self._end_s, self._clock = end_s, clock
         self._prompts: dict[int, int] = {}  # tokens, by slot
         self._free_s = 0.0  # when the device has finished all steps
         self._ends_s: deque[float] = deque()
@@ -541,8 +547,7 @@ class _TimedRunner:
         rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         for slot, start, length in rows:
             work.add(start, start + length, self._prompts[slot])
-        self._free_s = max(self._free_s, self._clock())
-        self._free_s += self._step_s(work, self._free_s)
+        self._free_s = self._end_s(work, max(self._free_s, self._clock()))
         self._ends_s.append(self._free_s)
         return plan
 
@@ -569,15 +574,18 @@ class _Replay(Simulation):
         messages: Iterable[tuple[float, Message]],
         scheduler: Callable[..., Scheduler],
         on_step: Callable[[Scheduler], None],
-        step_s: Callable[[StepWork, float], float],
+        end_s: Callable[[StepWork, float], float],
         from_s: float,
     ) -> None:
+        def since(work: StepWork, at_s: float) -> float:
+            return end_s(work, from_s + at_s) - from_s
+
         super().__init__(
             limits,
             CostModel(),
             requests,
             on_step=on_step,
-            runner=lambda limits, _, clock: _TimedRunner(limits, lambda work, at_s: step_s(work, from_s + at_s), clock),
+            runner=lambda limits, _, clock: _TimedRunner(limits, since, clock),
             inter_token_target=machine.inter_token_target,
             messages=messages,
             scheduler=scheduler,

@@ -929,6 +929,7 @@ class Scheduler:
             accepted_tokens=dict(self.drafts.accepted),
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
+            landed_s=self._landed_s,
             **vars(self._counts),
         )
 
