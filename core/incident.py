@@ -24,7 +24,7 @@ import numpy as np
 from core.plan import Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence as EngineSequence
-from core.simulation import CostModel, SimulatedClock, Simulation, timed_rows
+from core.simulation import CostModel, SimulatedClock, Simulation
 from core.step_cost import Features, StepWork, predicted_s
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery
 
@@ -122,12 +122,13 @@ def _prefixes_of(request: Request) -> "array[int]":
 
 
 class Pace(NamedTuple):
-    """How far the engine was at a time: of EngineStats, and StepCostModel.fit."""
+    """How far the engine was at a time, by its EngineStats, and how its step-cost model predicted."""
 
     at_s: float
     busy_s: float
     predicted_s: float
     fit: Features
+    late_p90: float
 
 
 class Machine:
@@ -139,9 +140,10 @@ class Machine:
     """
 
     def __init__(self, limits: RunnerLimits, inter_token_target: float | None, paces: Sequence[Pace]) -> None:
-        self.limits, self.inter_token_target, self.fit = limits, inter_token_target, paces[-1].fit
+        self.limits, self.inter_token_target = limits, inter_token_target
+        self._paces = paces
         self._ends_s = [one.at_s for one in paces[1:]]
-        self._speeds = [(first.fit, _slowness(first, second)) for first, second in pairwise(paces)]
+        self._slowness = [_slowness(first, second) for first, second in pairwise(paces)]
 
     def end_s(self, work: StepWork, at_s: float, is_held_up: bool) -> float:
         """When a step ends.
@@ -151,14 +153,17 @@ class Machine:
             is_held_up: as steps of that time were, against what was predicted.
         """
         part = 1.0  # that is still to be computed
-        for i in range(bisect_right(self._ends_s, at_s), len(self._speeds)):
-            fit, slowness = self._speeds[i]
-            took_s = predicted_s(fit, work, self.limits.few_tokens) * (slowness if is_held_up else 1.0)
+        for i in range(bisect_right(self._ends_s, at_s), len(self._ends_s)):
+            took_s = predicted_s(self._paces[i].fit, work, self.limits.few_tokens)
+            took_s *= self._slowness[i] if is_held_up else 1.0
             if at_s + part * took_s <= self._ends_s[i]:
                 return at_s + part * took_s
             part -= (self._ends_s[i] - at_s) / took_s
             at_s = self._ends_s[i]
-        return at_s + part * predicted_s(self.fit, work, self.limits.few_tokens)
+        return at_s + part * predicted_s(self._paces[-1].fit, work, self.limits.few_tokens)
+
+    def pace_at(self, at_s: float) -> Pace:
+        return self._paces[bisect_right(self._ends_s, at_s)]
 
 
 def _slowness(first: Pace, second: Pace) -> float:
@@ -399,7 +404,12 @@ class _Minute:
             self._requests(),
             stalls,
             self._cancels(),
-            partial(_ReplayScheduler, free=free, preempts=preempts),
+            partial(
+                _ReplayScheduler,
+                free=free,
+                preempts=preempts,
+                pace_at=lambda at_s: machine.pace_at(self._from_s + at_s),
+            ),
             self._on_step,
             partial(machine.end_s, is_held_up=Cause.SLOW_STEPS not in without),
             self._from_s,
@@ -420,7 +430,7 @@ class _Minute:
         return _Run(first_s, max(ends) + late_s - self._start_s, stats.num_steps, stats.num_preemptions)
 
     def _limits(self, preempts: bool) -> RunnerLimits:
-        limits, fit = self._machine.limits, self._machine.fit  # by which the scheduler plans
+        limits = self._machine.limits
         num_each = -(-limits.max_model_len // limits.block_size)
         return replace(
             limits,
@@ -430,7 +440,7 @@ class _Minute:
             max_drafts=0,
             num_kept_states=None,
             takes_whole_prompts=False,
-            timed_rows=timed_rows(lambda work: predicted_s(fit, work, limits.few_tokens)),
+            timed_rows=(),
         )
 
     def _requests(self) -> list[Request]:
@@ -506,16 +516,29 @@ def _stalled_at_end_s(course: Course, stalls: Iterable[Stall]) -> float:
 
 
 class _ReplayScheduler(Scheduler):
-    """The scheduler, of requests that need not compute all of their prompts.
+    """The scheduler, which predicts steps as it did then, of requests that need not compute all of their prompts.
 
     Args:
         free: by request, leading tokens of its prompt that cost nothing.
         preempts: False: nobody gives way; there are blocks for all.
+        pace_at: of the simulation's time.
     """
 
-    def __init__(self, *arguments: Any, free: Mapping[str, int], preempts: bool, **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        free: Mapping[str, int],
+        preempts: bool,
+        pace_at: Callable[[float], Pace],
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
-        self._free, self._preempts = free, preempts
+        self._free, self._preempts, self._pace_at = free, preempts, pace_at
+
+    def plan(self, now: float) -> StepPlan | None:
+        pace = self._pace_at(now)
+        self.step_cost.recall(pace.fit, pace.late_p90)
+        return super().plan(now)
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
         if self._preempts:
