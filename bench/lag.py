@@ -178,7 +178,11 @@ async def measure(name: str, duration_s: float) -> dict[str, Cell]:
     num_tokens = int((duration_s + 3 * WARM_UP_S + 2) / STEP_S)
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         reading = loop.run_in_executor(pool, run, Load(port, False, STREAMS, STREAMS, num_tokens))
-        await asyncio.sleep(2 * WARM_UP_S)
+        generations = server._app.generations
+        assert generations is not None, "the server is ready"
+        while len(generations.active) < STREAMS:  # their requests come at once, which is no row's
+            await asyncio.sleep(STEP_S)
+        await asyncio.sleep(WARM_UP_S)
         sending = loop.run_in_executor(pool, send_bodies, port, name, duration_s)
         gil.is_noted = lag.is_noted = computed.is_noted = True
         num_sent = await sending

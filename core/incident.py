@@ -9,7 +9,7 @@ the host and the loop's work are not simulated. Any thread; pure.
 import enum
 import math
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ import numpy as np
 from core.plan import Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence as EngineSequence
-from core.simulation import CostModel, SimulatedClock, Simulation, timed_rows
+from core.simulation import CostModel, SimulatedClock, Simulation
 from core.step_cost import Features, StepWork, predicted_s
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery
 
@@ -122,12 +122,13 @@ def _prefixes_of(request: Request) -> "array[int]":
 
 
 class Pace(NamedTuple):
-    """How far the engine was at a time: of EngineStats, and StepCostModel.fit."""
+    """How far the engine was at a time, by its EngineStats, and how its step-cost model predicted."""
 
     at_s: float
     busy_s: float
     predicted_s: float
     fit: Features
+    late_p90: float
 
 
 class Machine:
@@ -139,20 +140,30 @@ class Machine:
     """
 
     def __init__(self, limits: RunnerLimits, inter_token_target: float | None, paces: Sequence[Pace]) -> None:
-        self.limits, self.inter_token_target, self.fit = limits, inter_token_target, paces[-1].fit
+        self.limits, self.inter_token_target = limits, inter_token_target
+        self._paces = paces
         self._ends_s = [one.at_s for one in paces[1:]]
-        self._speeds = [(first.fit, _slowness(first, second)) for first, second in pairwise(paces)]
+        self._slowness = [_slowness(first, second) for first, second in pairwise(paces)]
 
-    def step_s(self, work: StepWork, at_s: float, is_held_up: bool) -> float:
-        """What a step takes.
+    def end_s(self, work: StepWork, at_s: float, is_held_up: bool) -> float:
+        """When a step ends.
 
         Args:
             at_s: when it begins.
             is_held_up: as steps of that time were, against what was predicted.
         """
-        i = bisect_left(self._ends_s, at_s)
-        fit, slowness = self._speeds[i] if i < len(self._speeds) else (self.fit, 1.0)
-        return predicted_s(fit, work, self.limits.few_tokens) * (slowness if is_held_up else 1.0)
+        part = 1.0  # that is still to be computed
+        for i in range(bisect_right(self._ends_s, at_s), len(self._ends_s)):
+            took_s = predicted_s(self._paces[i].fit, work, self.limits.few_tokens)
+            took_s *= self._slowness[i] if is_held_up else 1.0
+            if at_s + part * took_s <= self._ends_s[i]:
+                return at_s + part * took_s
+            part -= (self._ends_s[i] - at_s) / took_s
+            at_s = self._ends_s[i]
+        return at_s + part * predicted_s(self._paces[-1].fit, work, self.limits.few_tokens)
+
+    def pace_at(self, at_s: float) -> Pace:
+        return self._paces[bisect_right(self._ends_s, at_s)]
 
 
 def _slowness(first: Pace, second: Pace) -> float:
@@ -393,9 +404,14 @@ class _Minute:
             self._requests(),
             stalls,
             self._cancels(),
-            partial(_ReplayScheduler, free=free, preempts=preempts),
+            partial(
+                _ReplayScheduler,
+                free=free,
+                preempts=preempts,
+                pace_at=lambda at_s: machine.pace_at(self._from_s + at_s),
+            ),
             self._on_step,
-            partial(machine.step_s, is_held_up=Cause.SLOW_STEPS not in without),
+            partial(machine.end_s, is_held_up=Cause.SLOW_STEPS not in without),
             self._from_s,
         )
         traces = [simulation.traces[name] for name in self._own]
@@ -414,7 +430,7 @@ class _Minute:
         return _Run(first_s, max(ends) + late_s - self._start_s, stats.num_steps, stats.num_preemptions)
 
     def _limits(self, preempts: bool) -> RunnerLimits:
-        limits, fit = self._machine.limits, self._machine.fit  # by which the scheduler plans
+        limits = self._machine.limits
         num_each = -(-limits.max_model_len // limits.block_size)
         return replace(
             limits,
@@ -424,7 +440,7 @@ class _Minute:
             max_drafts=0,
             num_kept_states=None,
             takes_whole_prompts=False,
-            timed_rows=timed_rows(lambda work: predicted_s(fit, work, limits.few_tokens)),
+            timed_rows=(),
         )
 
     def _requests(self) -> list[Request]:
@@ -500,16 +516,29 @@ def _stalled_at_end_s(course: Course, stalls: Iterable[Stall]) -> float:
 
 
 class _ReplayScheduler(Scheduler):
-    """The scheduler, of requests that need not compute all of their prompts.
+    """The scheduler, which predicts steps as it did then, of requests that need not compute all of their prompts.
 
     Args:
         free: by request, leading tokens of its prompt that cost nothing.
         preempts: False: nobody gives way; there are blocks for all.
+        pace_at: of the simulation's time.
     """
 
-    def __init__(self, *arguments: Any, free: Mapping[str, int], preempts: bool, **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        free: Mapping[str, int],
+        preempts: bool,
+        pace_at: Callable[[float], Pace],
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
-        self._free, self._preempts = free, preempts
+        self._free, self._preempts, self._pace_at = free, preempts, pace_at
+
+    def plan(self, now: float) -> StepPlan | None:
+        pace = self._pace_at(now)
+        self.step_cost.recall(pace.fit, pace.late_p90)
+        return super().plan(now)
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
         if self._preempts:
@@ -527,9 +556,9 @@ class _ReplayScheduler(Scheduler):
 class _TimedRunner:
     """A core.plan.Runner whose steps take time and compute nothing: each token is one that nobody has had."""
 
-    def __init__(self, limits: RunnerLimits, step_s: Callable[[StepWork, float], float], clock: SimulatedClock) -> None:
+    def __init__(self, limits: RunnerLimits, end_s: Callable[[StepWork, float], float], clock: SimulatedClock) -> None:
         self.limits = limits
-        self._step_s, self._clock = step_s, clock
+        self._end_s, self._clock = end_s, clock
         self._prompts: dict[int, int] = {}  # tokens, by slot
         self._free_s = 0.0  # when the device has finished all steps
         self._ends_s: deque[float] = deque()
@@ -541,8 +570,7 @@ class _TimedRunner:
         rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         for slot, start, length in rows:
             work.add(start, start + length, self._prompts[slot])
-        self._free_s = max(self._free_s, self._clock())
-        self._free_s += self._step_s(work, self._free_s)
+        self._free_s = self._end_s(work, max(self._free_s, self._clock()))
         self._ends_s.append(self._free_s)
         return plan
 
@@ -569,15 +597,18 @@ class _Replay(Simulation):
         messages: Iterable[tuple[float, Message]],
         scheduler: Callable[..., Scheduler],
         on_step: Callable[[Scheduler], None],
-        step_s: Callable[[StepWork, float], float],
+        end_s: Callable[[StepWork, float], float],
         from_s: float,
     ) -> None:
+        def since(work: StepWork, at_s: float) -> float:
+            return end_s(work, from_s + at_s) - from_s
+
         super().__init__(
             limits,
             CostModel(),
             requests,
             on_step=on_step,
-            runner=lambda limits, _, clock: _TimedRunner(limits, lambda work, at_s: step_s(work, from_s + at_s), clock),
+            runner=lambda limits, _, clock: _TimedRunner(limits, since, clock),
             inter_token_target=machine.inter_token_target,
             messages=messages,
             scheduler=scheduler,

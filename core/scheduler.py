@@ -814,6 +814,7 @@ class Scheduler:
         self._outlook = Outlook(
             step_cost_s=cost_s,
             fit=self.step_cost.fit,
+            late_p90=self.step_cost.late_p90,
             max_sequences=limits.max_sequences,
             max_batch_tokens=limits.max_batch_tokens,
             num_kv_tokens=limits.num_blocks * limits.block_size,
@@ -929,6 +930,7 @@ class Scheduler:
             accepted_tokens=dict(self.drafts.accepted),
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
+            landed_s=self._landed_s,
             **vars(self._counts),
         )
 

@@ -414,6 +414,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     device_s: float = 0.0  # of all steps
     busy_s: float = 0.0  # these, and the host's time between them while there was work
     predicted_s: float = 0.0  # of all steps, as the step-cost model predicted each
+    landed_s: float = 0.0  # when the last step came back, monotonic
     kv_block_s: float = 0.0  # see Cost
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0

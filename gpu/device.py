@@ -240,11 +240,9 @@ class HugePages:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """On the CPU. Once it is written, use_huge_pages says whether its pages are large."""
-        advise, size_bytes = _madvise(), math.prod(shape) * dtype.itemsize
-        if advise is None or size_bytes < LEAST_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        if size_bytes > CHUNK_BYTES:
-            return _advised(size_bytes)[:size_bytes].view(dtype).view(shape)
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if _madvise() is None or not LEAST_BYTES <= size_bytes <= CHUNK_BYTES:
+            return own_huge_pages(shape, dtype)
         if len(self._rest) < size_bytes:
             self._rest = _advised(CHUNK_BYTES)
         found, self._rest = self._rest[:size_bytes], self._rest[-(-size_bytes // LINE_BYTES) * LINE_BYTES :]
@@ -252,15 +250,24 @@ class HugePages:
 
 
 def _advised(size_bytes: int) -> Tensor:
-    """At least so many bytes, from a page's start on."""
+    """At least so many bytes, from a page's start on. Private: memory that may be shared has small pages."""
     pages_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-    mapped = torch.frombuffer(mmap.mmap(-1, pages_bytes + PAGE_BYTES), dtype=torch.uint8)  # owns the mapping
+    pages = mmap.mmap(-1, pages_bytes + PAGE_BYTES, mmap.MAP_PRIVATE)
+    mapped = torch.frombuffer(pages, dtype=torch.uint8)  # owns them
     first = -mapped.data_ptr() % PAGE_BYTES
     _madvise()(mapped.data_ptr() + first, pages_bytes, MADV_HUGEPAGE)
     return mapped[first : first + pages_bytes]
 
 
 huge_pages = HugePages()
+
+
+def own_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As HugePages.empty, in no chunk: the memory goes with the tensor."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if _madvise() is None or size_bytes < LEAST_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return _advised(size_bytes)[:size_bytes].view(dtype).view(shape)
 
 
 def use_huge_pages(address: int, size_bytes: int) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from gpu.blocks import BlockWeight
+from gpu.device import own_huge_pages
 from gpu.quant import Weight, floats
 
 MXFP4_BLOCK = 32  # numbers that share a scale
@@ -347,7 +348,7 @@ def empty_ends(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_head_rows: int
 ) -> tuple[ModelWeights, Targets]:
     """Allocate all but the layers."""
-    empty = partial(torch.empty, dtype=dtype, device=device)
+    empty = _empty(dtype, device)
     embedding = empty((config.vocab_size, config.hidden_size))
     norm = empty((config.hidden_size,), dtype=_norm_dtype(config, dtype))
     targets = {EMBEDDING: Target(embedding)}
@@ -373,8 +374,14 @@ def _own_name(config: ModelConfig, name: str) -> str:
 def empty_layer(
     config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[LayerWeights, Targets]:
-    empty = partial(torch.empty, dtype=dtype, device=device)
-    return layer_of(config, index, empty, partial(torch.empty, dtype=_norm_dtype(config, dtype), device=device))
+    return layer_of(config, index, _empty(dtype, device), _empty(_norm_dtype(config, dtype), device))
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    """On a CPU by large pages: what is packed soon would take small ones one by one, for each layer anew."""
+    if device.type == "cpu":
+        return partial(own_huge_pages, dtype=dtype)
+    return partial(torch.empty, dtype=dtype, device=device)
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:

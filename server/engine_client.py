@@ -530,11 +530,13 @@ class EngineClient:
 
     def paces(self) -> list[Pace]:
         """How far the engine has been, until now; empty: too few steps were measured."""
-        return [*self._paces, *self._pace(self.clock())]
+        return [*self._paces, *self._pace()]
 
-    def _pace(self, now_s: float) -> Iterator[Pace]:
-        if (outlook := self.stats.outlook) is not None:
-            yield Pace(now_s, self.stats.busy_s, self.stats.predicted_s, outlook.fit)
+    def _pace(self) -> Iterator[Pace]:
+        stats = self.stats
+        if stats.outlook is not None:
+            outlook = stats.outlook
+            yield Pace(stats.landed_s, stats.busy_s, stats.predicted_s, outlook.fit, outlook.late_p90)
 
     async def clear_cache(self) -> None:
         """Let no request, even after a restart, find what was computed before now. Returns once that is so.
@@ -616,7 +618,7 @@ class EngineClient:
                     self._deliver_chunks(delivery.chunks, now_s)
                 self.stats = delivery.stats
                 if not self._paces or now_s >= self._paces[-1].at_s + PACE_EVERY_S:
-                    self._paces += self._pace(now_s)
+                    self._paces += self._pace()
                 if delivery.snapshot is not None:
                     self._answer_inspections(delivery.snapshot)
                 if delivery.watched is not None:

@@ -39,16 +39,7 @@ from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
-from server.relayed import (
-    BYTES_PER_TOKEN,
-    PASSAGES,
-    Part,
-    Passage,
-    RelayedDelta,
-    UpstreamAnswer,
-    passed,
-    refusal_of,
-)
+from server.relayed import BYTES_PER_TOKEN, PASSAGES, Part, Passage, RelayedDelta, UpstreamAnswer, passed, refusal_of
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
@@ -64,7 +55,7 @@ LINGER_S = 0.5  # after the last event, for the answer's end, whatever else come
 MANY_TOKENS = 2**31  # where a request sets no bound
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
 MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
-EMPTY_A_SECOND = 16  # of them that tell nothing, where a request sets no bound: news of a queue are 10
+EMPTY_A_SECOND = 16  # of them that pass nothing on yet, where a request sets no bound: news of a queue are 10
 ASK_S = 60.0  # for an answer that no generation writes
 # As templates order them, and as /infill puts them before its prompt
 PROMPT_FIELDS = (
@@ -447,14 +438,8 @@ class RelayHandle:
         self._relay = relay
         self._call, self._passage, self._body = what.call, what.passage, what.body
         most = min(request.max_tokens, relay.most_tokens)
-        self._answer = UpstreamAnswer(
-            what.passage,
-            what.call,
-            request.request_id,
-            request.num_sequences,
-            what.shown_fields,
-            Usage(request.num_prompt_tokens, most * request.num_sequences),
-        )
+        reserved, num = Usage(request.num_prompt_tokens, most * request.num_sequences), request.num_sequences
+        self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, num, what.shown_fields, reserved)
         self._num_bytes = self._num_events = self._num_empty = 0  # of the answer
         self._most_events = most * what.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
@@ -699,8 +684,7 @@ class RelayHandle:
     def _next_due(self) -> float | None:
         """When a stream's end is waited for no longer, or its upstream is taken to hang.
 
-        Before their heads only our own are, and no process of ours, which is watched: others send it with the first
-        token.
+        Before their heads only our own are (see Pool.silence_tells): others send it with the first token.
         """
         exchange, settings = self._exchange, self._pool.settings
         if exchange is None or exchange.is_over or not self._call.is_stream:
@@ -718,11 +702,11 @@ class RelayHandle:
 
     def _take(self, part: Part, now_s: float) -> None:
         self._num_events += 1
-        self._num_empty += not part.data
+        self._num_empty += part.is_last or not part.data
         most_empty = MORE_EVENTS + EMPTY_A_SECOND * (now_s - self._sent_s)
         is_flood = self._num_events > self._most_events or self._num_empty > most_empty
         if is_flood and not self._pool.settings.trusted:
-            raise UpstreamFault(f"it has sent {self._num_events} events, more than for what was asked")
+            raise UpstreamFault(f"it has sent {self._num_events} events, more than an answer to this request has")
         for choice in part.texts:
             self._count(self.sequences[choice], now_s)
         event = part.data

@@ -165,19 +165,12 @@ def usage_of(told: Mapping[str, Any]) -> Usage:
 
 
 class Part(NamedTuple):
-    """An event or a document.
+    """An event or a document."""
 
-    Args:
-        data: as it goes on.
-        texts: choices of which it has text.
-        ends: choices that end with it, and why.
-        is_last: it is written once the answer is settled.
-    """
-
-    data: bytes
-    texts: tuple[int, ...] = ()
-    ends: Mapping[int, FinishReason] = {}
-    is_last: bool = False
+    data: bytes  # as it goes on; empty: nothing does
+    texts: tuple[int, ...] = ()  # choices of which it has text
+    ends: Mapping[int, FinishReason] = {}  # choices that end with it, and why
+    is_last: bool = False  # it is written once the answer is settled
 
 
 class UpstreamAnswer:

@@ -119,11 +119,12 @@ class Arguments(ctypes.Structure):
         "x",  # GROUP_BYTES [rows, inputs / 32]; 0: to be made of source
         "source",  # see RowArguments
         "blocks",  # int64 [blocks, 4]: address, address of what multiplies it, first output, outputs
+        "pieces",  # int64 [num_pieces + 1]: first blocks of what a thread takes at a time, and the end
+        "num_pieces",
         "bias",  # as out [outputs]; 0: none
         "out",  # [rows, outputs]
         "num_rows",
         "num_inputs",
-        "num_blocks",
         "num_outputs",
         "is_bf16",  # out and bias, or float32
     )
@@ -516,9 +517,10 @@ def quantize_rows(arguments):
 
 @cfunc(types.void(types.int64), cache=True)
 def multiply_blocks(arguments):
-    """Take blocks until none is left: any number of threads at once. arguments: the address of Arguments."""
+    """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
-    blocks = carray(pointer(args.blocks), (args.num_blocks, 4), np.int64)
+    pieces = carray(pointer(args.pieces), args.num_pieces + 1, np.int64)
+    blocks = carray(pointer(args.blocks), (pieces[args.num_pieces], 4), np.int64)
     size, num_rows, x = 2 if args.is_bf16 else 4, args.num_rows, args.x
     row_bytes = args.num_inputs // GROUP * GROUP_BYTES
     sum_bytes, own_bytes = num_rows * SUM_ROW_BYTES, 0 if x else num_rows * row_bytes
@@ -530,17 +532,18 @@ def multiply_blocks(arguments):
         for row in range(num_rows):
             source = args.source + size * row * args.num_inputs
             _quantize_row(source, args.is_bf16, args.num_inputs, x + row * row_bytes)
-    block = take_next(arguments)
-    while block < args.num_blocks:
-        first_output = blocks[block, 2]
-        bias = args.bias + size * first_output if args.bias else 0
-        for index in range(0, num_rows * BLOCK_OUTPUTS, LANES):
-            store_floats(sums + 4 * index, zeros())
-        call_multiply(blocks[block, 1], blocks[block, 0], x, args.num_inputs, num_rows, scratch, sums)
-        for row in range(num_rows):
-            out = args.out + size * (row * args.num_outputs + first_output)
-            _write(sums + row * SUM_ROW_BYTES, bias, out, blocks[block, 3], args.is_bf16, scratch)
-        block = take_next(arguments)
+    piece = take_next(arguments)
+    while piece < args.num_pieces:
+        for block in range(pieces[piece], pieces[piece + 1]):
+            first_output = blocks[block, 2]
+            bias = args.bias + size * first_output if args.bias else 0
+            for index in range(0, num_rows * BLOCK_OUTPUTS, LANES):
+                store_floats(sums + 4 * index, zeros())
+            call_multiply(blocks[block, 1], blocks[block, 0], x, args.num_inputs, num_rows, scratch, sums)
+            for row in range(num_rows):
+                out = args.out + size * (row * args.num_outputs + first_output)
+                _write(sums + row * SUM_ROW_BYTES, bias, out, blocks[block, 3], args.is_bf16, scratch)
+        piece = take_next(arguments)
     keep(memory)
 
 
@@ -688,7 +691,6 @@ class BlockMatmul:
             blocks=self._blocks.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
             num_inputs=self._num_in,
-            num_blocks=len(table),
             num_outputs=self._num_out,
             is_bf16=self._is_bf16,
         )
@@ -699,6 +701,8 @@ class BlockMatmul:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
         num_rows, panel, num_threads = x.shape[0], self._arguments, torch.get_num_threads()
+        pieces = divide(len(self._blocks), num_threads)
+        panel.pieces, panel.num_pieces = pieces.data_ptr(), len(pieces) - 1
         out = x.new_empty((num_rows, self._num_out))
         x = x.contiguous()
         panel.next_piece, panel.num_rows, panel.out, panel.x = 0, num_rows, out.data_ptr(), 0
@@ -734,6 +738,19 @@ class BlockMatmul:
         )
         self._gather(arguments, min(torch.get_num_threads(), max(1, len(indexes))))
         return out.to(self._dtype)
+
+
+@cache
+def divide(num_blocks: int, num_threads: int) -> Tensor:
+    """Where pieces begin, and the last ends: half of what is left in a piece for each thread, then half of the rest.
+
+    Blocks that follow one another are prefetched; at the end pieces are small, so that no thread waits long.
+    """
+    starts = [0]
+    while (left := num_blocks - starts[-1]) > 0:
+        some = max(1, left // (2 * num_threads))
+        starts += [min(num_blocks, starts[-1] + some * number) for number in range(1, min(num_threads, left) + 1)]
+    return torch.tensor(starts)
 
 
 @cache

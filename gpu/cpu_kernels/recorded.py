@@ -20,13 +20,14 @@ from torch.overrides import TorchFunctionMode
 from gpu.cpu_kernels.attention import NO_WINDOW, PagedAttention
 from gpu.cpu_kernels.attention import Arguments as AttentionArguments
 from gpu.cpu_kernels.team import Kernel, integers, runtime_function
-from gpu.cpu_kernels.vectors import INT32, INT64, address, call, nothing, operation, pointer, take_next
+from gpu.cpu_kernels.vectors import INT32, INT64, address, call, constant, nothing, operation, pointer, take_next
 
 if TYPE_CHECKING:
     from gpu.model import Batch, ComputeLayers, Rotation
 
 MOST_ROWS = 4  # whose buffers are kept, for each number of rows
-SPINS = 4096  # that a thread waits for the others before it lets other processes run: some 50 us
+SPINS = 4096  # that a thread waits for the others before it sleeps: some 50 us
+FUTEX, FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 202, 128, 129  # futex(2), on x86-64
 ALLOCATING = {"empty", "empty_like", "new_empty"}  # of torch's functions
 
 
@@ -36,10 +37,11 @@ class Arguments(ctypes.Structure):
     _fields_ = integers(
         "num_arrived",  # 0: how often a thread has ended a call
         "num_done",  # 0: calls that all threads have ended
+        "num_asleep",  # 0: threads that wait for that to change
         "calls",  # int64 [calls, 2]: addresses of kernels and their arguments
         "num_calls",
         "count_threads",  # omp_get_num_threads; 0: one
-        "rest",  # sched_yield
+        "system_call",  # syscall(2)
     )
 
 
@@ -70,23 +72,42 @@ def _store_released(builder, at, value):
     builder.store_atomic(value, builder.inttoptr(at, INT64.as_pointer()), "release", 8)
 
 
+@operation(types.int64, address, types.int64)
+def _add(builder, at, value):
+    """Add in one order with all threads' additions; returns what was there."""
+    return builder.atomic_rmw("add", builder.inttoptr(at, INT64.as_pointer()), value, "seq_cst")
+
+
+@operation(nothing, address, address, types.int64, types.int64)
+def _futex(builder, function, at, what, value):
+    """Wait while the low half at this address has this value, or wake so many threads that do."""
+    kind = ir.FunctionType(INT64, [INT64] * 5)
+    given = [constant(FUTEX), at, what, value, constant(0)]
+    builder.call(builder.inttoptr(function, kind.as_pointer()), given)
+
+
 @cfunc(types.void(types.int64), cache=True)
 def run_calls(arguments):
     """Run the calls, each by all threads, and the next when all have ended it. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
     calls = carray(pointer(args.calls), (args.num_calls, 2), np.int64)
     num_threads = _call_number(args.count_threads) if args.count_threads else 1
+    done, asleep = arguments + 8, arguments + 16
     for index in range(args.num_calls):
         _call_kernel(calls[index, 0], calls[index, 1])
         if take_next(arguments) == (index + 1) * num_threads - 1:
             _store_released(calls[index, 1], 0)  # all its pieces are there again, for the next run
-            _store_released(arguments + 8, index + 1)
+            _add(done, 1)
+            if _add(asleep, 0):
+                _futex(args.system_call, done, FUTEX_WAKE_PRIVATE, num_threads)
             continue
         num_looks = 0
-        while _load_acquired(arguments + 8) <= index:
+        while _load_acquired(done) <= index:
             num_looks += 1
-            if num_looks % SPINS == 0:
-                _call_number(args.rest)
+            if num_looks > SPINS:  # the others wait for a core: to yield ours would cost all that is left of its time
+                _add(asleep, 1)
+                _futex(args.system_call, done, FUTEX_WAIT_PRIVATE, index)
+                _add(asleep, -1)
 
 
 class _Recording(TorchFunctionMode):
@@ -194,7 +215,7 @@ class RecordedLayers:
                 calls=table.data_ptr(),
                 num_calls=len(calls),
                 count_threads=runtime_function("omp_get_num_threads"),
-                rest=ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0,
+                system_call=ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0,
             )
             inputs = _tensors(x, rotations, kept)
             self._recorded[num_rows] = Recorded(inputs, out, recording, attending, arguments, table)

@@ -205,7 +205,7 @@ class ChatStream(ChunkStream):
         text, reason = delta.text, wire_reason(delta.finish_reason)
         parser = self._parsers[choice]
         if parser is not None:
-            events, text = self._parts(choice, parts_of(parser, text, delta.finish_reason)), ""
+            events, text = self._parts(choice, parts_of(parser, text, delta.finish_reason, delta.stop_string)), ""
             reason = reason_of(reason, parser, self._call.tools)
         if text or delta.logprobs:
             line = self._line(choice, {"content": text}, delta.logprobs, ids[:num_told], None)
@@ -249,7 +249,7 @@ class ChatDocument(WholeReply):
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
         parser = answer_parser(self._call.thought, self._call.tools, self._call.constraint)
         if parser is not None:
-            parts = parts_of(parser, message["content"], self._reasons[choice])
+            parts = parts_of(parser, message["content"], self._reasons[choice], self._stop_reasons[choice])
             message |= collected(parts, self._context.reply_id, choice, is_old(self._call.tools))
             reason = reason_of(reason, parser, self._call.tools)
         line = {

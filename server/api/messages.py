@@ -393,10 +393,10 @@ class _Blocks:
         self.parser = answer_parser(call.thought, call.tools, call.constraint)
         self._reply_id = context.reply_id
 
-    def parts(self, text: str, reason: FinishReason | None) -> Sequence[Part]:
+    def parts(self, text: str, reason: FinishReason | None, stop: str | int | None = None) -> Sequence[Part]:
         if self.parser is None:
             return [Text(text)] if text else []
-        return parts_of(self.parser, text, reason)
+        return parts_of(self.parser, text, reason, stop)
 
     def add(self, part: Part) -> bool:
         """Whether the part begins a block."""
@@ -471,7 +471,7 @@ class MessageStream:
             self._stop = self._blocks.stop_reason(delta)
         if self._blocks.parser is None:
             return self.text(choice, delta.text) if delta.text else b""
-        parts = self._blocks.parts(delta.text, delta.finish_reason)
+        parts = self._blocks.parts(delta.text, delta.finish_reason, delta.stop_string)
         return b"".join(map(self._added, parts))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
@@ -510,7 +510,7 @@ class MessageDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         blocks = _Blocks(self._call, self._context)
-        for part in blocks.parts("".join(self.texts[0]), self._reasons[0]):
+        for part in blocks.parts("".join(self.texts[0]), self._reasons[0], self._stop_reasons[0]):
             blocks.add(part)
         if blocks.parser is None and not blocks.all:
             blocks.all.append(_Block("text"))

@@ -249,11 +249,11 @@ class _Lines:
         self._name = ""
         self._arguments: list[str] | None = None
 
-    def parts(self, text: str, reason: FinishReason | None) -> list[dict[str, Any]]:
+    def parts(self, text: str, reason: FinishReason | None, stop: str | int | None = None) -> list[dict[str, Any]]:
         """The fields of each line that more text makes."""
         parts: list[Part] = [Text(text)] if text else []
         if self._parser is not None:
-            parts = parts_of(self._parser, text, reason)
+            parts = parts_of(self._parser, text, reason, stop)
         lines = [line for part in parts for line in self._lines_of(part)]
         return lines if reason is None else [*lines, *self._complete()]
 
@@ -345,7 +345,7 @@ class OllamaStream:
     def delta(self, choice: int, delta: Delta) -> bytes:
         self._reason = delta.finish_reason or self._reason
         self._lines.logprobs += logprob_entries(delta.logprobs or (), self._context)
-        return self._written(self._lines.parts(delta.text, delta.finish_reason))
+        return self._written(self._lines.parts(delta.text, delta.finish_reason, delta.stop_string))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         nothing = {"message": {"role": "assistant", "content": ""}} if self._lines.is_chat else {"response": ""}
@@ -366,7 +366,7 @@ class OllamaDocument(WholeReply):
     def document(self, usage: Usage) -> dict[str, Any]:
         lines = _Lines(self._call, self._context)
         said: dict[str, Any] = {"role": "assistant", "content": ""} if lines.is_chat else {"response": ""}
-        for part in lines.parts("".join(self.texts[0]), self._reasons[0]):
+        for part in lines.parts("".join(self.texts[0]), self._reasons[0], self._stop_reasons[0]):
             for name, value in (part["message"] if lines.is_chat else part).items():
                 if name != "role" and value:
                     said[name] = said[name] + value if name in said else value

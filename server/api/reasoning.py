@@ -174,9 +174,14 @@ def check_hidden(wishes: ThoughtWishes | None, param: str | None) -> None:
         raise InvalidRequest(message, param)
 
 
-def parts_of(parser: AnswerParser, text: str, reason: FinishReason | None) -> list[Part]:
-    """What more of an answer's text says, all of it where the answer has ended for a reason."""
-    return parser.feed(text) + ([] if reason is None else parser.close(is_cut=reason is FinishReason.LENGTH))
+def parts_of(parser: AnswerParser, text: str, reason: FinishReason | None, stop: str | int | None = None) -> list[Part]:
+    """What more of an answer's text says, all of it where the answer has ended for a reason.
+
+    Args:
+        stop: the request's stop string that has cut it, or a stop id that has ended it.
+    """
+    is_cut = reason is FinishReason.LENGTH or isinstance(stop, str)
+    return parser.feed(text) + ([] if reason is None else parser.close(is_cut))
 
 
 def answer_parser(

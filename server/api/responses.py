@@ -347,7 +347,7 @@ class ResponseStream:
             self._reason = delta.finish_reason
         if self._parser is not None:
             self._logprobs += logprob_entries(delta.logprobs or (), self._context)
-            return self._parts(parts_of(self._parser, delta.text, delta.finish_reason))
+            return self._parts(parts_of(self._parser, delta.text, delta.finish_reason, delta.stop_string))
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
         entries = logprob_entries(delta.logprobs, self._context)
@@ -468,7 +468,7 @@ class ResponseDocument(WholeReply):
         else:
             for text, some, end in [*((*one, None) for one in zip(texts, entries, strict=True)), ("", [], reason)]:
                 waiting += some
-                for part in parts_of(parser, text, end):
+                for part in parts_of(parser, text, end, self._stop_reasons[0]):
                     if (kind := items.begins(part)) is not None:
                         items.open(kind, part if isinstance(part, CallBegin) else None)
                     if not isinstance(part, CallBegin):

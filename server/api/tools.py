@@ -222,6 +222,7 @@ def _check_schema(schema: Any, param: str) -> None:
 def _parameters(function: Function) -> Mapping[str, Any]:
     """Where no parameter is named, none is meant."""
     schema = {"type": "object", **(function.parameters or _NO_PARAMETERS)}
+    schema.pop("nullable", None)  # arguments are an object
     is_open = schema.keys() & {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"}
     named = schema.get("properties") or schema.get("required")
     return schema if named or is_open else {**schema, **_NO_PARAMETERS}

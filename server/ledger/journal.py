@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 ROOM_AFTER_FULL_BYTES = 4 * 1024**2  # must be free again before a disk that was full is used
 DURABLE_S = 0.005  # from submission to durable, if the disk can; meanwhile writes gather; a lone one is sooner
-FEW_WRITES = 4  # in DURABLE_S: no more are not worth gathering, as each commit then rests as long as it takes
+FEW_WRITES = 8  # in DURABLE_S: no more are not worth gathering, as each commit then rests as long as it takes
 SLOW_KEPT = 0.998  # of the slowest commit's duration, per later commit: the one in a hundred counts
 CLOSE_S = 5.0
 DIRECTORY_MODE = 0o750  # like the service's
@@ -145,7 +145,7 @@ class Written(NamedTuple):
         are_durable: for each of its writes.
         fault: why the database takes no writes; None: it does.
         has_more: there is more to prune.
-        disk: the database's.
+        disk: the database's, after the batch before.
     """
 
     are_durable: list[bool]
@@ -162,6 +162,7 @@ class Journal:
         self._directory = directory
         self._spill = spill
         self._fault: str | None = None
+        self._disk = self.disk()
 
     def recover(self) -> int:
         """Replay what the last process spilled, and close what it left in progress. Returns how many it closed."""
@@ -170,7 +171,7 @@ class Journal:
 
     def write(self, writes: Sequence[Write]) -> Written:
         """Make them durable in one transaction, as far as possible. Faults of the disk are returned, not raised."""
-        return self._write(writes)._replace(disk=self.disk())
+        return self._write(writes)._replace(disk=self._disk)
 
     def disk(self) -> Disk | None:
         """None: unknown."""
@@ -200,6 +201,7 @@ class Journal:
 
     def tidy(self) -> None:
         """Work that may wait until outcomes are told. Never raises."""
+        self._disk = self.disk()
         if self._fault is None:
             self.store.checkpoint()
 
@@ -379,8 +381,10 @@ class LedgerThread:
     def _write_next(self, pace: CommitPace) -> bool:
         """A batch, once there is one, which is not held any longer. Returns False after the last. Thread: ledger."""
         items = [self._queue.get()]
-        time.sleep(pace.wait_s(time.monotonic()))
         began_s = time.monotonic()
+        if (wait_s := pace.wait_s(began_s)) > 0:
+            time.sleep(wait_s)
+            began_s = time.monotonic()
         while not self._queue.empty():
             items.append(self._queue.get())
         batch = [item for item in items if item is not None]

@@ -24,23 +24,15 @@ H2, H1 = b"h2", b"http/1.1"
 
 
 class Address(NamedTuple):
-    """Where an upstream listens.
-
-    Args:
-        path: of a Unix socket; None: TCP.
-        authority: for the Host field.
-        prefix: of each request's path.
-        tls: None: in the clear.
-        protocols: to be offered, or tried, the first first.
-    """
+    """Where an upstream listens."""
 
     host: str
     port: int
-    path: str | None
-    authority: str
-    prefix: str
-    tls: ssl.SSLContext | None
-    protocols: tuple[bytes, ...]
+    path: str | None  # of a Unix socket; None: TCP
+    authority: str  # for the Host field
+    prefix: str  # of each request's path
+    tls: ssl.SSLContext | None  # None: in the clear
+    protocols: tuple[bytes, ...]  # to be offered, or tried, the first first
 
 
 def address_of(of: str, tls: ssl.SSLContext | None, protocols: tuple[bytes, ...]) -> Address:

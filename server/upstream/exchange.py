@@ -32,15 +32,11 @@ class AnswerHead(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A request to an upstream.
-
-    Args:
-        fields: without Host and the body's length.
-    """
+    """A request to an upstream."""
 
     method: bytes
     path: bytes
-    fields: tuple[tuple[bytes, bytes], ...]
+    fields: tuple[tuple[bytes, bytes], ...]  # without Host and the body's length
     body: bytes = b""
 
     @property

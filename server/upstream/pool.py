@@ -59,18 +59,13 @@ RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
 @dataclass(slots=True, eq=False)
 class Upstream:
-    """One server.
-
-    Attributes:
-        num_active: requests that hold a slot.
-        is_healthy: as probes have it.
-    """
+    """One server."""
 
     settings: UpstreamSettings
     address: Address
-    num_active: int = 0
+    num_active: int = 0  # requests that hold a slot
     num_waiting_tokens: int = 0  # of prompts that have gone there and have no first token
-    is_healthy: bool = False
+    is_healthy: bool = False  # as probes have it
     most_requests: float = math.inf  # in progress there, as it tells itself
     num_requests: int = 0
     num_failures: int = 0  # of requests
@@ -233,17 +228,11 @@ class Upstream:
 
 
 class LeadingBlocks(NamedTuple):
-    """A prompt, as upstreams may have its beginning cached.
+    """A prompt, as upstreams may have its beginning cached."""
 
-    Args:
-        num_tokens: of all of it, estimated.
-        tokens_per_block: likewise.
-        hashes: of its blocks, each chained over those before it.
-    """
-
-    num_tokens: int
-    tokens_per_block: int = 0
-    hashes: tuple[int, ...] = ()
+    num_tokens: int  # of all of it, estimated
+    tokens_per_block: int = 0  # likewise
+    hashes: tuple[int, ...] = ()  # of its blocks, each chained over those before it
 
 
 def leading_token_blocks(domain: str, prompts: Sequence[Sequence[int]]) -> LeadingBlocks:
@@ -269,20 +258,13 @@ def _chained(domain: str, what: str | tuple[int, ...], size: int) -> tuple[int, 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's place at an upstream, until `leave`.
-
-    Args:
-        prompt: for the choice.
-        priority: of its class; higher goes first.
-        tenant: that it counts for.
-        granted: the upstream; its exception is a ServiceError.
-    """
+    """A request's place at an upstream, until `leave`."""
 
     pool: "Pool"
-    prompt: LeadingBlocks
-    priority: int
-    tenant: str
-    granted: asyncio.Future[Upstream]
+    prompt: LeadingBlocks  # for the choice
+    priority: int  # of its class; higher goes first
+    tenant: str  # that it counts for
+    granted: asyncio.Future[Upstream]  # its exception is a ServiceError
     upstream: Upstream | None = None
     num_waiting_tokens: int = 0  # that it counts for at its upstream
 
@@ -298,16 +280,9 @@ class Slot:
 
 
 class Pool:
-    """
-    Args:
-        settings: of the model.
-    """
+    """A model's upstreams. Raises StartupError: a file that the settings name cannot be used."""
 
     def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
-        """
-        Raises:
-            StartupError: a file that the settings name cannot be used.
-        """
         self.settings = settings
         self._loop = loop
         self._protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[settings.protocol]

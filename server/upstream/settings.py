@@ -40,72 +40,45 @@ OWN_SILENCE_S = 25.0  # our own servers send a comment each 15 s
 
 
 class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One server that answers for a model.
+    """One server that answers for a model."""
 
-    Args:
-        url: http://HOST:PORT, https://HOST:PORT or unix:/PATH; a path before /v1 may follow.
-        weight: its part of the requests, relative to the others'; 0: none, which drains it.
-        version: of what it serves, for metrics and the log.
-        region: pools try their regions in the order in which they are first named.
-    """
-
-    url: str
-    weight: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
-    version: _Label | None = None
-    region: _Label | None = None
+    url: str  # http://HOST:PORT, https://HOST:PORT or unix:/PATH; a path before /v1 may follow
+    weight: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1  # relative to the others'; 0: no requests, which drains it
+    version: _Label | None = None  # of what it serves: a tenant stays with one
+    region: _Label | None = None  # they are tried in the order in which they are first named
 
     def __post_init__(self) -> None:
         check_url(self.url)
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One model, and who answers for it.
+    """One model, and who answers for it."""
 
-    Args:
-        name: that clients ask for.
-        path: of a model on this machine, which a process of its own computes while it is asked for.
-        upstreams: servers that answer for it, instead.
-        adapter_of: the model, of this list or of the process itself, that the LoRA adapter in `path` adapts; without a
-            path its upstreams have the adapter, under this name.
-        adapters: that are of this model: by name, with their paths, of the list's other entries; no file has the field.
-        aliases: other names for it.
-        keep_alive: how long its process stays after a request: "10m"; 0: it ends at once; -1: it always stays.
-        settings: of its process, as the file's own: of the model and of the engine.
-        fallbacks: models of this list that answer while this one cannot.
-        upstream_model: its name there; None: the same.
-        protocol: h2 is prior knowledge where the URL is http; auto tries that, and takes HTTP/1.1 otherwise.
-        health: path that answers 200 while the upstream takes requests.
-        silence_timeout: a stream of which nothing comes for so long is broken off: its upstream has failed.
-        max_requests: in progress at each upstream; more wait here.
-        max_model_len: that /v1/models shows; None: not known.
-        tokenizer: of its prompts: a model's directory, perhaps without weights, or GGUF file; None: bytes are counted.
-        api_key_file: holds the key towards the upstreams.
-        tls_ca: of the upstreams; None: the system's.
-        tls_cert, tls_key: towards them.
-        trusted: they are our own and serve this gateway alone: they get each tenant's cache salt.
-    """
-
-    name: _Name
-    path: _Name | None = None
-    adapter_of: _Name | None = None
-    adapters: dict[str, str | None] = {}
-    keep_alive: str | float | None = None
-    settings: dict[str, Any] = {}
-    upstreams: Annotated[tuple[UpstreamSettings, ...], msgspec.Meta(max_length=256)] = ()
-    aliases: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)] = ()
-    fallbacks: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=8)] = ()
-    upstream_model: _Name | None = None
-    protocol: Literal["auto", "h2", "h1"] = "auto"
-    health: str = "/ready"
-    silence_timeout: str | float | None = None
-    max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
-    tokenizer: _Name | None = None
-    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None
-    api_key_file: str | None = None
-    tls_ca: str | None = None
-    tls_cert: str | None = None
+    name: _Name  # that clients ask for
+    path: _Name | None = None  # of a model on this machine, which a process of its own computes while it is asked for
+    adapter_of: _Name | None = None  # the model that the adapter in `path` adapts; without one, its upstreams have it
+    adapters: dict[str, str | None] = {}  # of this model, by name, with their paths: of other entries, in no file
+    keep_alive: str | float | None = None  # of its process after a request: "10m"; 0: it ends at once; -1: it stays
+    settings: dict[str, Any] = {}  # of its process, as the file's own: of the model and of the engine
+    upstreams: Annotated[tuple[UpstreamSettings, ...], msgspec.Meta(max_length=256)] = ()  # that answer for it instead
+    aliases: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)] = ()  # other names for it
+    fallbacks: Annotated[
+        tuple[_Name, ...], msgspec.Meta(max_length=8)
+    ] = ()  # of this list: they answer while it cannot
+    upstream_model: _Name | None = None  # its name there; None: the same
+    protocol: Literal["auto", "h2", "h1"] = "auto"  # h2: prior knowledge over http; auto: that, or else HTTP/1.1
+    health: str = "/ready"  # answers 200 while the upstream takes requests
+    silence_timeout: str | float | None = None  # a stream of which nothing comes for so long is broken off
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256  # in progress at each upstream; more wait here
+    tokenizer: _Name | None = (
+        None  # a model's directory, perhaps without weights, or GGUF file; None: bytes are counted
+    )
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None  # that /v1/models shows; None: not known
+    api_key_file: str | None = None  # holds the key towards the upstreams
+    tls_ca: str | None = None  # of the upstreams; None: the system's
+    tls_cert: str | None = None  # ours, towards them
     tls_key: str | None = None
-    trusted: bool = False
+    trusted: bool = False  # they are our own, for this gateway alone, and get each tenant's cache salt
 
     def __post_init__(self) -> None:
         if self.adapter_of is not None:
@@ -262,4 +235,5 @@ def _fix(error: str, table: Any) -> str:
         return f"mend it, as in: {whole if field is None else FIELD_SAMPLES.get(field[0], whole)}"
     kind = UpstreamSettings if "upstreams" in error.rpartition("`$")[2] else ModelSettings
     above = "; the server's own settings stand above the first table" if kind is ModelSettings else ""
-    return f"known: {', '.join(kind.__struct_encode_fields__)}{above}"
+    known = ", ".join(one for one in kind.__struct_encode_fields__ if one != "adapters")
+    return f"known: {known}{above}"

@@ -731,6 +731,12 @@ LITERAL = ("pythonic", "gemma")
         ),
         ("xml", {"type": ["string", "integer"], "multipleOf": 3}, " has the keyword 'multipleOf'"),
         ("glm", {"enum": ["a"], "pattern": "a"}, " has the keyword 'pattern'"),
+        (
+            "xml",
+            {"anyOf": [{"$ref": "#/$defs/x0"}, {"type": "string"}]},
+            " has the keyword 'anyOf'. It has more than 128",
+        ),
+        ("pythonic", {"anyOf": [{"$ref": "#/$defs/x0"}]}, " has the keyword 'anyOf'. It has more than 128"),
         ("gemma", {"type": "array", "items": False, "minItems": 0}, ".items has the keyword 'false'"),
         ("gemma", {"enum": [{"a": 1}], "properties": {"a": {"minimum": 2}}}, " has the keyword 'properties'"),
         ("xml", {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}, " has the keyword 'anyOf'"),
@@ -749,7 +755,9 @@ LITERAL = ("pythonic", "gemma")
     ],
 )
 def test_what_a_format_cannot_hold_is_named(form: str, schema: dict[str, Any], words: str) -> None:
-    tool = strict({"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False})
+    doubled = {f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{i + 1}"}] * 8} for i in range(40)} | {"x40": {"type": "string"}}
+    whole = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    tool = strict({**whole, "$defs": doubled})
     required_calls(TOOL_FORMATS["hermes"], [tool])
     with pytest.raises(CannotHold, match=re.escape(f"parameters.properties.a{words}")):
         required_calls(TOOL_FORMATS[form], [tool])

@@ -12,7 +12,16 @@ import torch
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
 from gpu import device, host_memory
-from gpu.device import LEAST_BYTES, LINE_BYTES, MADV_COLLAPSE, PAGE_BYTES, HugePages, use_huge_pages
+from gpu.device import (
+    LEAST_BYTES,
+    LINE_BYTES,
+    MADV_COLLAPSE,
+    MADV_HUGEPAGE,
+    PAGE_BYTES,
+    HugePages,
+    own_huge_pages,
+    use_huge_pages,
+)
 
 CPU = torch.device("cpu")
 
@@ -227,6 +236,16 @@ def test_tensors_share_chunks_without_overlap(monkeypatch: pytest.MonkeyPatch) -
     assert [(tensor == number).all().item() for number, tensor in enumerate(found)] == [True] * len(found)
     assert found[2].data_ptr() == found[0].data_ptr() + LEAST_BYTES
     assert [tensor.data_ptr() % LINE_BYTES for tensor in found] == [0] * len(found)
+
+
+def test_pages_are_private_and_asked_for_before_they_are_written(asked: list[tuple[int, int, int]]) -> None:
+    found = own_huge_pages((3, PAGE_BYTES // 2), torch.bfloat16)
+    assert asked == [(found.data_ptr(), 3 * PAGE_BYTES, MADV_HUGEPAGE)]
+    assert own_huge_pages((LEAST_BYTES - 1,), torch.uint8).shape == (LEAST_BYTES - 1,)
+    assert len(asked) == 1
+    mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [([int(end, 16) for end in one[0].split("-")], one[1]) for one in mappings]
+    assert [flags for (first, end), flags in ranges if first <= found.data_ptr() < end] == ["rw-p"]
 
 
 MAPPED = """\

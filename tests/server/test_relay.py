@@ -638,25 +638,26 @@ _USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
 
 
 @pytest.mark.parametrize(
-    ("said", "again", "stream", "end"),
+    ("said", "again", "fields", "end"),
     [
-        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", False, "upstream_error"),
-        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", True, "upstream_error"),
-        (_HEAD, b": comment\n\n", True, "upstream_error"),
-        (_HEAD, b"\n\n", True, "upstream_error"),
-        (_HEAD, _USAGE, True, "upstream_error"),
-        (_ANSWER + b"data: [DONE]\n\n", _USAGE, True, "[DONE]"),
-        (_ANSWER + b"data: [DONE]\n\n", b": comment\n\n", True, "[DONE]"),
-        (_ANSWER + b"data: [DONE]\n\n", b"a", True, "[DONE]"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", {}, "upstream_error"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", {"stream": True}, "upstream_error"),
+        (_HEAD, b": comment\n\n", {"stream": True}, "upstream_error"),
+        (_HEAD, b"\n\n", {"stream": True}, "upstream_error"),
+        (_HEAD, _USAGE, {"stream": True}, "upstream_error"),
+        (_HEAD, _USAGE, STREAM, "upstream_error"),
+        (_ANSWER + b"data: [DONE]\n\n", _USAGE, {"stream": True}, "[DONE]"),
+        (_ANSWER + b"data: [DONE]\n\n", b": comment\n\n", {"stream": True}, "[DONE]"),
+        (_ANSWER + b"data: [DONE]\n\n", b"a", {"stream": True}, "[DONE]"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
-    said: bytes, again: bytes, stream: bool, end: str, monkeypatch: pytest.MonkeyPatch
+    said: bytes, again: bytes, fields: dict[str, Any], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "LINGER_S", 0.05)
     async with saying(said, again=again) as bad, serving(no_engine, models=(model(bad, protocol="h1"),)) as front:
-        answer = await ask(front.server, closing(SURFACES["chat"](stream=stream, max_tokens=None)))
+        answer = await ask(front.server, closing(SURFACES["chat"](max_tokens=None, **fields)))
         assert (end.encode() in answer.body, answer.body.count(b"data: [DONE]")) == (True, int(end == "[DONE]"))
         (upstream,) = front.server._pools[0].upstreams
         assert (upstream.num_active, upstream.num_failures) == (0, int(end != "[DONE]"))

@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from core.config import EngineConfig
 from gpu import tune
 from gpu.cpu_kernels.recorded import RecordedLayers
-from gpu.device import cpu_flags
+from gpu.device import cpu_flags, num_physical_cores
 from tests.gpu.conftest import open_runner
 from tests.gpu.driver import Driver, make_plan
 
@@ -72,7 +72,11 @@ def test_the_kernels_logits_are_as_near_to_float32_as_torchs(tmp_path: Path, mon
 
 
 @pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16")
-def test_layers_that_are_recorded_compute_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2 * num_physical_cores() + 1])  # some sleep until the others have come
+def test_layers_that_are_recorded_compute_the_same_bits(
+    num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(tune, "MIN_KERNEL_PARAMETERS", 0)
     started = list[int]()
     start = RecordedLayers.run

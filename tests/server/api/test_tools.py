@@ -221,6 +221,8 @@ def test_of_a_call_cut_off_by_length_no_mark_is_shown(size: int, text: str, call
     assert "".join(one["delta"].get("content", "") for one in deltas) == text
     stopped = wire.whole(SURFACE, call, (0, say(cut, FinishReason.STOP)))["choices"][0]["message"]
     assert calls or stopped["content"] == cut
+    by_string = msgspec.structs.replace(say(cut, FinishReason.STOP), stop_string="x")
+    assert (wire.whole(SURFACE, call, (0, by_string))["choices"][0]["message"]["content"] or "") == text
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Kö', "[1]", "Köln", DEEP_ARGUMENTS])
