@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from server.wire import http2_frames as wire
 from server.wire.http2_frames import Header
-from server.wire.http2_heads import Fields, RequestDecoder
+from server.wire.http2_heads import FieldDecoder, Fields
 from server.wire.http2_streams import ReceiveWindow
 from server.wire.limits import FrameLimits, TokenBucket
 from server.wire.messages import ConnectionFault, Http2ErrorCode
@@ -49,7 +49,7 @@ class FrameReader:
         self._block: list[bytes] = []  # of a field section: its HEADERS' and CONTINUATIONs' fragments
         self._block_header: Header | None = None  # of its HEADERS, until it is complete
         self._num_block_bytes = self._num_blocks = 0
-        self._decoder = RequestDecoder(list_bytes)
+        self._decoder = FieldDecoder(list_bytes)
         self._window = ReceiveWindow(window_bytes)
         # What the peer may make us do.
         self._most_credit = limits.num_overhead_frames * limits.bytes_per_overhead_frame
