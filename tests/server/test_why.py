@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from core.incident import Cause
+from core.incident import _WHAT, Cause
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedRunner, timed_rows
 from server.gate.tenants import Limits
@@ -183,6 +183,8 @@ def test_verdict_names_what_was_staged(incident: Callable[[SimulatedServer], str
         costs = {one["cause"]: one["cost_ms"] for one in found["causes"]}
         assert set(costs) == set(Cause)
         assert found["without_all_ms"] <= found["simulated_ms"] - max(costs.values()) + 1
+        words = "None of the causes" if expected is None else f"went to {_WHAT[expected]}"
+        assert words in found["verdict"]
         assert expected is None or costs.pop(expected) >= 3 * max(costs.values())
 
 
