@@ -418,7 +418,7 @@ class ToolCallParser(Parser):
                 trigger: str | None = begin
                 while trigger is not None and (yield from self._section(trigger)):
                     trigger = yield from self._take_after_whitespace(*begins)
-                begin = yield from self._until(triggers, self._emit_text, drops_cut=True)
+                begin = yield from self._until(triggers, self._emit_text, drops_cut=self.num_calls > 0)
         except _Cut:
             rest = self._text[self._at if self._uncertain_from is None else self._uncertain_from :]
             if self._uncertain_from is None or (self._is_cut and self._has_begun_call(triggers)):

@@ -328,7 +328,11 @@ def _verdict(time_s: float, causes: Sequence[CauseCost], own: Sequence[Course], 
 def _part(cost: CauseCost) -> str:
     told = f"{_shown(cost.cost_ms / 1e3)} went to {_WHAT[cost.cause]}"
     first_ms = cost.first_token_cost_ms
-    return told if first_ms < 1 else f"{told}, {_shown(first_ms / 1e3)} of it before its first token"
+    return (
+        told
+        if first_ms < SHARE * cost.cost_ms or not first_ms
+        else f"{told}, {_shown(first_ms / 1e3)} of it before its first token"
+    )
 
 
 def _ms(seconds: float) -> float:
