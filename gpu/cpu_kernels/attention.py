@@ -8,9 +8,9 @@ by the keys' scales, shares by the values'. A matmul row here is one query head 
 larger score comes (online softmax, arXiv:1805.02867).
 
 A decode (a row of one new token) takes its context in splits, merged in their order, and several neighbouring KV heads
-at once: each is prefetched while the one before it is computed. Where rows do not divide evenly among the threads, pieces are single
-splits (flash decoding), and the thread that ends a row's last split merges them: the sums are the same to the last bit
-either way. A prompt's piece has one KV head and is not split.
+at once: each is prefetched while the one before it is computed. Where rows do not divide evenly among the threads,
+pieces are single splits (flash decoding), and the thread that ends a row's last split merges them: the sums are the
+same to the last bit either way. A prompt's piece has one KV head and is not split.
 """
 
 import ctypes
