@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from core.answer_parts import NAME, parameter_types, typed
-from core.constraints import ANNOTATIONS, escapes_in, json_text, pointed
+from core.constraints import ANNOTATIONS, escapes_in, in_ascii, json_text, pointed
 from core.errors import InvalidRequest
 from core.shortest_answer import fitting_values
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
@@ -505,7 +505,7 @@ def _check_mark(text: str, mark: str, path: str, keyword: str) -> None:
 def _listed(item: str, separator: str, schema: Schema) -> str:
     """As many as the schema's minItems and maxItems say."""
     least, most = schema.get("minItems", 0), schema.get("maxItems")
-    more = f"({separator} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+    more = f"({separator} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}" if most != 1 else ""
     return '""' if most == 0 else f"({item} {more}){'' if least else '?'}"
 
 
@@ -563,6 +563,7 @@ def _string_regex(schema: Schema, end: str, path: str) -> str:
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     parts = [str(schema["pattern"])] if "pattern" in schema else []
     _check_mark("".join(parts).replace("\\", ""), end.strip(), path, "pattern")
+    parts = [in_ascii(one) for one in parts]
     if not parts or least or most != "":
         parts.append(f"(?s:.{{{least},{most}}})")
     held, marks = (" & ".join(f"/{one}/" for one in _escaped(*parts)), *_escaped(re.escape(end.strip())))

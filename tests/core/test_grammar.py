@@ -662,6 +662,8 @@ UNIONS: list[dict[str, Any]] = [
     {"allOf": [{"$ref": "#/$defs/e"}], "maxLength": 3},
     {"$ref": "#/$defs/e", "type": "string", "minLength": 2},
     {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+    {"type": "string", "pattern": r"^\d[\w][^\W\d]\s?$"},
     {"const": {"a b'": [1, "x"], "c": {"d\\": None}}},
     {
         "type": "object",
