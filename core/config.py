@@ -1,4 +1,4 @@
-"""The engine's settings, and what a model is, which config_json.py reads: frozen, checked once, at start. Any thread."""
+"""The engine's settings, and what a model is (read by config_json.py): frozen, checked once, at start. Any thread."""
 
 from dataclasses import dataclass, replace
 
