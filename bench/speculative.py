@@ -243,14 +243,23 @@ def measure_pairs(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
     )
 
 
+@dataclass(slots=True)
+class Stretches:
+    """Seconds of each stretch of steps, with drafts (True) and without; and what of them is not the runner's."""
+
+    took_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    loop_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+
+
 def measure_cost(runner: ModelRunner, arguments: argparse.Namespace, end_s: float) -> Table:
     """Stretches of the same streams' steps with and without, in pairs, until time is up: a share for each number."""
     rows: list[dict[str, Cell]] = []
     for place, num_streams in enumerate(arguments.streams):
-        now_s, took_s, loop_s = time.monotonic(), *({True: list[float](), False: list[float]()} for _ in range(2))
+        now_s, found = time.monotonic(), Stretches()
         until_s = now_s + (end_s - now_s) / (len(arguments.streams) - place)
-        while not took_s[True] or time.monotonic() < until_s:
-            _measure_stretches(runner, arguments, num_streams, until_s, took_s, loop_s)
+        while not found.took_s[True] or time.monotonic() < until_s:
+            _measure_stretches(runner, num_streams, arguments.prompt, found, until_s)
+        took_s, loop_s = found.took_s, found.loop_s
         ratios = [without / one for one, without in zip(took_s[True], took_s[False], strict=True)]
         low, high = interval(ratios)
         rows.append(
@@ -270,23 +279,16 @@ def measure_cost(runner: ModelRunner, arguments: argparse.Namespace, end_s: floa
     return table_of(f"Looking for drafts in noise: pairs of {STRETCH} steps, tokens per second with and without", rows)
 
 
-def _measure_stretches(
-    runner: ModelRunner,
-    arguments: argparse.Namespace,
-    num_streams: int,
-    until_s: float,
-    took_s: dict[bool, list[float]],
-    loop_s: dict[bool, list[float]],
-) -> None:
-    """Streams from their prompts to their ends; the first pair of stretches warms up."""
-    scripted, size = ScriptedRunner(runner), arguments.prompt
+def _measure_stretches(runner: ModelRunner, num_streams: int, size: int, found: Stretches, until_s: float) -> None:
+    """Streams from their prompts to their ends, after `size` tokens; the first pair of stretches warms up."""
+    scripted, seed = ScriptedRunner(runner), len(found.took_s[True])
     streams = Streams(scripted, speculates=True, has_prefix_cache=False)
-    scripts = [noise(Random(f"{len(took_s[True])} {i}"), size, runner.limits.vocab_size) for i in range(num_streams)]
+    scripts = [noise(Random(f"{seed} {i}"), size, runner.limits.vocab_size) for i in range(num_streams)]
     scripts = [(prompt[:NOISE_PROMPT], answer) for prompt, answer in scripts]
     scripted.answers = dict(scripts)
     started(streams, scripts, size)
     for number in range((size - 2) // (2 * STRETCH)):
-        if took_s[True] and time.monotonic() > until_s:
+        if found.took_s[True] and time.monotonic() > until_s:
             break
         for speculates in (number % 2 == 0, number % 2 == 1):
             streams.scheduler.drafts.speculates = speculates
@@ -295,8 +297,8 @@ def _measure_stretches(
                 streams.step()
             one_s = time.perf_counter() - begun_s
             if number:
-                took_s[speculates].append(one_s)
-                loop_s[speculates].append(one_s - (streams.clocked.send_s + streams.clocked.wait_s - clocked_s))
+                found.took_s[speculates].append(one_s)
+                found.loop_s[speculates].append(one_s - (streams.clocked.send_s + streams.clocked.wait_s - clocked_s))
     streams.cancel_all()
 
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,6 @@ NAME = re.compile(r"[^\s<>{}()\[\]\"'=,:;|]+")
 _ANYTHING = re.compile(r"(?s).+")
 _RECIPIENT = re.compile(r" to=([^\s<]+)")
 _MAX_NAME_CHARS = 256
-_MAX_DEPTH = 16  # of references in a schema
 _TYPE_NAMES = {
     str: "string",
     int: "integer",
@@ -419,7 +418,7 @@ class ToolCallParser(Parser):
                 trigger: str | None = begin
                 while trigger is not None and (yield from self._section(trigger)):
                     trigger = yield from self._take_after_whitespace(*begins)
-                begin = yield from self._until(triggers, self._emit_text, drops_cut=True)
+                begin = yield from self._until(triggers, self._emit_text, drops_cut=self.num_calls > 0)
         except _Cut:
             rest = self._text[self._at if self._uncertain_from is None else self._uncertain_from :]
             if self._uncertain_from is None or (self._is_cut and self._has_begun_call(triggers)):
@@ -850,16 +849,16 @@ def _types(schema: Any, root: Schema) -> frozenset[str]:
     return frozenset(found)
 
 
-def _joined(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
-    """A schema, and those that it refers to or combines."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return
-    yield schema
-    joined = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
-    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#/"):
-        joined.append(pointed(root, pointer))
-    for one in joined:
-        yield from _joined(one, root, depth + 1)
+def _joined(schema: Any, root: Schema) -> list[Schema]:
+    """A schema, and those that it refers to or combines, each once."""
+    found, waiting = dict[int, Schema](), [schema]
+    for one in waiting:
+        if isinstance(one, Mapping) and id(one) not in found:
+            found[id(one)] = one
+            waiting += [each for key in ("anyOf", "oneOf", "allOf") for each in one.get(key, ())]
+            if isinstance(pointer := one.get("$ref"), str) and pointer.startswith("#/"):
+                waiting.append(pointed(root, pointer))
+    return list(found.values())
 
 
 def typed(text: str, types: frozenset[str]) -> str:

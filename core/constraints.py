@@ -79,6 +79,7 @@ _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(?:\d*,)?(?P<most>
 _CLASSES = re.compile(r"\\P\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _IN_CLASS = re.compile(r"\\.|^[\]-]|[\[&~]", re.DOTALL)
 NO_CONTROL = r"\x01"
+_ASCII = {"d": "0-9", "w": "0-9A-Z_a-z", "s": r"\t\n\x0b\x0c\r "}
 _EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
 MAX_SHOWN = 200  # characters of what a refusal repeats
 MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are
@@ -255,6 +256,22 @@ def _as_read(pattern: str) -> str:
         return f"[[{body}]&&[^{NO_CONTROL}]]" if re.search(r"\\[xu]0|\\[Pc0]|[\0-\x1f]", body) else f"[{body}]"
 
     return _CLASSES.sub(held, pattern)
+
+
+def in_ascii(pattern: str) -> str:
+    r"""An expression with its \d, \w and \s written out: outside of schemas the library takes Unicode's."""
+
+    def written(part: re.Match[str], is_outside: bool = True) -> str:
+        text = part[0]
+        if text.startswith("["):
+            return re.sub(r"\\.", lambda one: written(one, is_outside=False), text, flags=re.DOTALL)
+        if (characters := _ASCII.get(text[1:].lower())) is None:
+            return text
+        if text[1].isupper():
+            return f"[^{characters}]"
+        return f"[{characters}]" if is_outside else characters
+
+    return _CLASSES.sub(written, pattern)
 
 
 def regex(pattern: str, param: str) -> GrammarSpec:

@@ -71,7 +71,7 @@ class RepeatedText:
         self._earlier: list[int] = []  # by the end of an occurrence, behind _first: of the run's one before it, or 0
 
     def note(self) -> bool:
-        """Note what was added, of much a part: a long prompt holds no step up. Returns whether all is noted."""
+        """Note what was added, MOST_NOTED tokens at most: a long prompt holds no step up. Returns whether all is."""
         text, earlier = self.token_ids, self._earlier
         num_noted, num_tokens = self._first + len(earlier), len(text)
         if num_noted < num_tokens:

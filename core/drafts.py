@@ -37,7 +37,7 @@ from core.types import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-SELDOM_FROM = 8  # so many decodes: one whose text did not repeat itself is looked at in every second step, then third
+SELDOM_FROM = 8  # decodes: a text that did not repeat itself is looked at every second step, beside 16 every third
 FEW_ROWS = 4  # of a draft model's step: they cost what one costs
 TURNED = 0.002  # of a share that is too low to be tried, towards the first one, a step
 

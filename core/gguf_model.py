@@ -241,9 +241,10 @@ def _space_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str, Any])
 
     def of_layers(name: str) -> list[Any]:
         value, num_layers = fields.get(name), fields["block_count"]
+        num_own = num_layers - len(_draft_layers(file.metadata))
         if isinstance(value, list) and len(value) != num_layers:
             raise _bad(f"{name} has {len(value)} numbers for {num_layers} layers")
-        return value if isinstance(value, list) else [value] * num_layers
+        return value[:num_own] if isinstance(value, list) else [value] * num_own
 
     ends = {kind: f".{kind}.bias" for kind in ("ssm_in", "ssm_conv1d")}
     has_bias = {kind: any(name.endswith(end) for name in file.tensors) for kind, end in ends.items()}

@@ -233,10 +233,15 @@ class GrammarCompiler:
     Args:
         encode: ids of a text, without special tokens.
         most_tokens: that an answer can have; it may be set until the first grammar is compiled.
+        slices: each makes some masks quicker, and takes as much memory as a vocabulary.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], most_tokens: int | None = None
+        self,
+        vocabulary: Vocabulary,
+        encode: Callable[[str], Sequence[int]],
+        most_tokens: int | None = None,
+        slices: Sequence[str] = SLICES,
     ) -> None:
         token_bytes, special_ids, eos_ids = vocabulary.token_bytes, vocabulary.special_ids, vocabulary.eos_ids
         self._vocabulary = vocabulary
@@ -252,7 +257,7 @@ class GrammarCompiler:
             TokenizerWrapper(_Tokenizer(token_bytes, special_ids, eos_ids[0], encode)),
             len(token_bytes),
             list(eos_ids),
-            SLICES,
+            [*slices],
         )
 
     def prepare(self) -> None:

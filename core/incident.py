@@ -1,9 +1,9 @@
 """Why a request was slow: its minute runs again by simulation, as it was and without each cause in turn.
 
 A Course is what is recorded of a request while it runs: counts and times, no text and no token ids. `explain` runs the
-courses of a minute on the real scheduler, with the step times that were measured. Where that run
-differs from what was measured by more than MOST_OFF, there is no verdict. Drafts, grammars' forced tokens, copies to
-the host and the loop's work are not simulated. Any thread; pure.
+courses of a minute on the real scheduler; a step takes what the step-cost model predicted at that time, times how much
+longer steps took then (Pace). Where that run differs from what was measured by more than MOST_OFF, there is no verdict.
+Drafts, grammars' forced tokens, copies to the host and the loop's work are not simulated. Any thread; pure.
 """
 
 import enum
@@ -11,7 +11,7 @@ import math
 from array import array
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
@@ -24,7 +24,7 @@ import numpy as np
 from core.plan import Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence as EngineSequence
-from core.simulation import CostModel, SimulatedClock, Simulation, timed_rows
+from core.simulation import CostModel, SimulatedClock, Simulation
 from core.step_cost import Features, StepWork, predicted_s
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery
 
@@ -122,12 +122,13 @@ def _prefixes_of(request: Request) -> "array[int]":
 
 
 class Pace(NamedTuple):
-    """How far the engine was at a time: of EngineStats, and StepCostModel.fit."""
+    """How far the engine was at a time, by its EngineStats, and how its step-cost model predicted."""
 
     at_s: float
     busy_s: float
     predicted_s: float
     fit: Features
+    late_p90: float
 
 
 class Machine:
@@ -139,9 +140,10 @@ class Machine:
     """
 
     def __init__(self, limits: RunnerLimits, inter_token_target: float | None, paces: Sequence[Pace]) -> None:
-        self.limits, self.inter_token_target, self.fit = limits, inter_token_target, paces[-1].fit
+        self.limits, self.inter_token_target = limits, inter_token_target
+        self._paces = paces
         self._ends_s = [one.at_s for one in paces[1:]]
-        self._speeds = [(first.fit, _slowness(first, second)) for first, second in pairwise(paces)]
+        self._slowness = [_slowness(first, second) for first, second in pairwise(paces)]
 
     def end_s(self, work: StepWork, at_s: float, is_held_up: bool) -> float:
         """When a step ends.
@@ -151,14 +153,17 @@ class Machine:
             is_held_up: as steps of that time were, against what was predicted.
         """
         part = 1.0  # that is still to be computed
-        for i in range(bisect_right(self._ends_s, at_s), len(self._speeds)):
-            fit, slowness = self._speeds[i]
-            took_s = predicted_s(fit, work, self.limits.few_tokens) * (slowness if is_held_up else 1.0)
+        for i in range(bisect_right(self._ends_s, at_s), len(self._ends_s)):
+            took_s = predicted_s(self._paces[i].fit, work, self.limits.few_tokens)
+            took_s *= self._slowness[i] if is_held_up else 1.0
             if at_s + part * took_s <= self._ends_s[i]:
                 return at_s + part * took_s
             part -= (self._ends_s[i] - at_s) / took_s
             at_s = self._ends_s[i]
-        return at_s + part * predicted_s(self.fit, work, self.limits.few_tokens)
+        return at_s + part * predicted_s(self._paces[-1].fit, work, self.limits.few_tokens)
+
+    def pace_at(self, at_s: float) -> Pace:
+        return self._paces[bisect_right(self._ends_s, at_s)]
 
 
 def _slowness(first: Pace, second: Pace) -> float:
@@ -240,55 +245,70 @@ def explain(
     """
     ordered = sorted(courses, key=attrgetter("submitted_s"))
     own = [one for one in ordered if one.owner == owner]
-    start_s, end_s = own[0].submitted_s, max(one.ended_s for one in own)
-    time_s = outside.before_s + end_s - start_s + outside.after_s
-    lasting = [one for one in ordered if one.submitted_s < end_s]
-    unknown = Explanation(id=owner, verdict="", cause=None, has_verdict=False, time_ms=_ms(time_s))
+    engine_s = max(one.ended_s for one in own) - own[0].submitted_s
+    time_s = outside.before_s + engine_s + outside.after_s
+    found = Explanation(id=owner, verdict="", cause=None, has_verdict=False, time_ms=_ms(time_s))
     if not any(one.num_tokens for one in own):
-        return msgspec.structs.replace(unknown, verdict="No verdict: it ended before its first token.")
-    # Others that decoded when it came are run from then on; those whose prompt was not computed yet, from their submit
-    waiting = [one for one in lasting if one.submitted_s < start_s < one.ended_s and not _had_token(one, start_s)]
-    from_s = min([start_s, *(one.submitted_s for one in waiting)])
-    for lead_s in LEADS_S:
-        since_s = max(from_s, start_s - lead_s)
-        beside = [one for one in lasting if one.ended_s > since_s]
-        minute = _Minute(lasting, beside, own, since_s - SETTLING_S, now_s, machine, on_step)
-        if minute.is_small:
-            break
-    else:
-        return msgspec.structs.replace(unknown, verdict="No verdict: its minute is too long to be simulated.")
+        return msgspec.structs.replace(found, verdict="No verdict: it ended before its first token.")
     try:
+        minute = _minute_of(own, ordered, machine, now_s, on_step)
         was = minute.run()
     except _TooLong:
-        return msgspec.structs.replace(unknown, verdict="No verdict: its minute has too many steps to be simulated.")
-    simulated_s = time_s + was.end_s - (end_s - start_s)
+        return msgspec.structs.replace(found, verdict="No verdict: its minute is too long to be simulated.")
+    simulated_s, num_beside = time_s + was.end_s - engine_s, len(minute.courses) - len(own)
     found = msgspec.structs.replace(
-        unknown, simulated_ms=_ms(simulated_s), num_beside=len(minute.courses) - len(own), num_steps=was.num_steps
+        found, simulated_ms=_ms(simulated_s), num_beside=num_beside, num_steps=was.num_steps
     )
-    if abs(simulated_s - time_s) > max(LEAST_OFF_S, MOST_OFF * (end_s - start_s)):
+    if abs(was.end_s - engine_s) > max(LEAST_OFF_S, MOST_OFF * engine_s):
         verdict = (
             f"No verdict: it took {_shown(time_s)}, and {_shown(simulated_s)} by simulation. Something that is not "
             "simulated has made the difference: drafts, a grammar, copies of blocks, the event loop."
         )
         return msgspec.structs.replace(found, verdict=verdict)
-    causes, without_all = [], minute.without(frozenset(Cause), was)
+    causes = sorted(_costs(minute, was, time_s, outside), key=lambda one: (-one.counts, -one.cost_ms))
+    least_s = simulated_s - was.end_s + minute.without(frozenset(Cause), was).end_s - outside.last_flush_s
+    return msgspec.structs.replace(
+        found,
+        verdict=_verdict(time_s, causes, own, num_beside),
+        cause=causes[0].cause if causes[0].counts else None,
+        has_verdict=True,
+        causes=tuple(causes),
+        without_all_ms=_ms(max(0.0, least_s)),
+    )
+
+
+def _minute_of(
+    own: Sequence[Course],
+    ordered: Sequence[Course],
+    machine: Machine,
+    now_s: float,
+    on_step: Callable[[Scheduler], None],
+) -> "_Minute":
+    """Others that decoded when it came go on from there; if some still waited, all run from the first one's submit.
+
+    Raises:
+        _TooLong: it has too many tokens.
+    """
+    start_s, end_s = own[0].submitted_s, max(one.ended_s for one in own)
+    lasting = [one for one in ordered if one.submitted_s < end_s]
+    waiting = [one for one in lasting if one.submitted_s < start_s < one.ended_s and not _had_token(one, start_s)]
+    first_s = min([start_s, *(one.submitted_s for one in waiting)])
+    for lead_s in LEADS_S:
+        since_s = max(first_s, start_s - lead_s)
+        beside = [one for one in lasting if one.ended_s > since_s]
+        minute = _Minute(lasting, beside, own, since_s - SETTLING_S, now_s, machine, on_step)
+        if minute.is_small:
+            return minute
+    raise _TooLong
+
+
+def _costs(minute: "_Minute", was: "_Run", time_s: float, outside: Outside) -> Iterator[CauseCost]:
     for cause in Cause:
         run = minute.without(frozenset((cause,)), was)
         flush_s = outside.last_flush_s if cause is Cause.SLOW_READER else 0.0
         cost_s, first_s = max(0.0, was.end_s - run.end_s + flush_s), max(0.0, was.first_s - run.first_s)
         counts = cost_s >= SHARE * time_s or first_s >= FIRST_TOKEN_SHARE * (outside.before_s + was.first_s)
-        cost = CauseCost(cause=cause, cost_ms=_ms(cost_s), first_token_cost_ms=_ms(first_s), counts=counts)
-        causes.append(cost)
-    causes.sort(key=lambda one: (-one.counts, -one.cost_ms))
-    rest_s = max(0.0, simulated_s - was.end_s + without_all.end_s - outside.last_flush_s)
-    return msgspec.structs.replace(
-        found,
-        verdict=_verdict(time_s, causes, own, found.num_beside),
-        cause=causes[0].cause if causes[0].counts else None,
-        has_verdict=True,
-        causes=tuple(causes),
-        without_all_ms=_ms(rest_s),
-    )
+        yield CauseCost(cause=cause, cost_ms=_ms(cost_s), first_token_cost_ms=_ms(first_s), counts=counts)
 
 
 def _verdict(time_s: float, causes: Sequence[CauseCost], own: Sequence[Course], num_beside: int) -> str:
@@ -296,21 +316,23 @@ def _verdict(time_s: float, causes: Sequence[CauseCost], own: Sequence[Course], 
     counting = [one for one in causes if one.counts]
     if not counting:
         num_prompt, num_own = sum(one.num_prompt_tokens for one in own), sum(one.num_tokens for one in own)
+        company = f"beside {num_beside:,} other requests" if num_beside else "alone"
         return (
             f"None of the causes has cost it a tenth of its {whole}: its own {num_prompt:,} prompt tokens and "
-            f"{num_own:,} tokens take so long beside {num_beside:,} other requests."
+            f"{num_own:,} tokens take so long {company}."
         )
     parts = [_part(one) for one in counting]
     return f"Of its {whole}, {'; and '.join(parts)}."
 
 
 def _part(cost: CauseCost) -> str:
-    first = (
-        f", {_shown(cost.first_token_cost_ms / 1e3)} of it before its first token"
-        if cost.first_token_cost_ms >= 1
-        else ""
+    told = f"{_shown(cost.cost_ms / 1e3)} went to {_WHAT[cost.cause]}"
+    first_ms = cost.first_token_cost_ms
+    return (
+        told
+        if first_ms < SHARE * cost.cost_ms or not first_ms
+        else f"{told}, {_shown(first_ms / 1e3)} of it before its first token"
     )
-    return f"{_shown(cost.cost_ms / 1e3)} went to {_WHAT[cost.cause]}{first}"
 
 
 def _ms(seconds: float) -> float:
@@ -354,7 +376,7 @@ class _Minute:
         self._start_s, self._from_s = own[0].submitted_s - from_s, from_s
         self._machine, self._on_step = machine, on_step
         self._known = {one.request_id: _num_known(one, earlier) for one in own}
-        self._is_stalled = {stall.cause for one in own for stall in one.stalls}
+        self._stalled_by = {stall.cause for one in own for stall in one.stalls}
 
     @property
     def is_small(self) -> bool:
@@ -363,9 +385,7 @@ class _Minute:
 
     def without(self, causes: frozenset[Cause], was: _Run) -> _Run:
         """The run without some causes; those that cannot have been are not run."""
-        own = set(self._own)
-        present = {cause for cause in causes if cause in self._is_stalled}
-        present |= {Cause.SLOW_STEPS} & causes
+        own, present = set(self._own), {Cause.SLOW_STEPS, *self._stalled_by}
         if was.num_preemptions:
             present.add(Cause.PREEMPTION)
         if any(one.request_id not in own for one in self.courses):
@@ -399,7 +419,12 @@ class _Minute:
             self._requests(),
             stalls,
             self._cancels(),
-            partial(_ReplayScheduler, free=free, preempts=preempts),
+            partial(
+                _ReplayScheduler,
+                free=free,
+                preempts=preempts,
+                pace_at=lambda at_s: machine.pace_at(self._from_s + at_s),
+            ),
             self._on_step,
             partial(machine.end_s, is_held_up=Cause.SLOW_STEPS not in without),
             self._from_s,
@@ -420,7 +445,7 @@ class _Minute:
         return _Run(first_s, max(ends) + late_s - self._start_s, stats.num_steps, stats.num_preemptions)
 
     def _limits(self, preempts: bool) -> RunnerLimits:
-        limits, fit = self._machine.limits, self._machine.fit  # by which the scheduler plans
+        limits = self._machine.limits
         num_each = -(-limits.max_model_len // limits.block_size)
         return replace(
             limits,
@@ -430,7 +455,7 @@ class _Minute:
             max_drafts=0,
             num_kept_states=None,
             takes_whole_prompts=False,
-            timed_rows=timed_rows(lambda work: predicted_s(fit, work, limits.few_tokens)),
+            timed_rows=(),
         )
 
     def _requests(self) -> list[Request]:
@@ -506,16 +531,29 @@ def _stalled_at_end_s(course: Course, stalls: Iterable[Stall]) -> float:
 
 
 class _ReplayScheduler(Scheduler):
-    """The scheduler, of requests that need not compute all of their prompts.
+    """The scheduler, which predicts steps as it did then, of requests that need not compute all of their prompts.
 
     Args:
         free: by request, leading tokens of its prompt that cost nothing.
         preempts: False: nobody gives way; there are blocks for all.
+        pace_at: of the simulation's time.
     """
 
-    def __init__(self, *arguments: Any, free: Mapping[str, int], preempts: bool, **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        free: Mapping[str, int],
+        preempts: bool,
+        pace_at: Callable[[float], Pace],
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
-        self._free, self._preempts = free, preempts
+        self._free, self._preempts, self._pace_at = free, preempts, pace_at
+
+    def plan(self, now: float) -> StepPlan | None:
+        pace = self._pace_at(now)
+        self.step_cost.recall(pace.fit, pace.late_p90)
+        return super().plan(now)
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
         if self._preempts:

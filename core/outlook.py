@@ -35,7 +35,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state as of the last steps.
 
     Args:
-        step_cost_s: StepCostModel.rough_s; fit: StepCostModel.fit, by which whole steps are predicted.
+        step_cost_s: StepCostModel.rough_s; fit, late_p90: its attributes, by which whole steps are predicted.
         num_kv_tokens: capacity of the KV cache.
         inter_token_target: see EngineConfig.
         miss_ratio: share of prompt tokens that the prefix cache does not have.
@@ -46,6 +46,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     step_cost_s: tuple[float, float, float, float, float]
     fit: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    late_p90: float = 0.0
     max_sequences: int
     max_batch_tokens: int
     num_kv_tokens: int

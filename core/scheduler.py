@@ -814,6 +814,7 @@ class Scheduler:
         self._outlook = Outlook(
             step_cost_s=cost_s,
             fit=self.step_cost.fit,
+            late_p90=self.step_cost.late_p90,
             max_sequences=limits.max_sequences,
             max_batch_tokens=limits.max_batch_tokens,
             num_kv_tokens=limits.num_blocks * limits.block_size,

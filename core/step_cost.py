@@ -96,6 +96,7 @@ class StepCostModel:
         self.prompt_tile, self.few_tokens = prompt_tile, few_tokens
         self.coefficients_s: Features = NOMINAL_S
         self.is_ready = False
+        self._learns = True
         self.error_p50 = self.error_p90 = self.late_p90 = 0.0
         self.fit: Features = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._linear_s = self.fit  # see coefficients_s
@@ -147,10 +148,15 @@ class StepCostModel:
         num_tokens = end - start
         return a * max(0, num_tokens - num_few) + c * num_tokens + d * (end * (end + 1) - start * (start + 1)) / 2
 
+    def recall(self, fit: Features, late_p90: float) -> None:
+        """Predict as it once did, and learn no more."""
+        self.fit = self._linear_s = self.coefficients_s = fit
+        self.late_p90, self.is_ready, self._learns = late_p90, True, False
+
     def observe(self, work: StepWork, seconds: float) -> float:
         """Learn from a step; one of no duration is ignored. Returns its prediction, before is_ready its duration."""
         self._has_prompt = work.prompt_tokens > 0
-        if seconds <= 0:
+        if seconds <= 0 or not self._learns:
             return seconds
         predicted = self.predict(work)
         if self.is_ready and predicted > 0:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from core.answer_parts import NAME, parameter_types, typed
-from core.constraints import ANNOTATIONS, escapes_in, json_text, pointed
+from core.constraints import ANNOTATIONS, escapes_in, in_ascii, json_text, pointed
 from core.errors import InvalidRequest
 from core.shortest_answer import fitting_values
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
@@ -46,7 +46,8 @@ _READ_AS = {
     "object": r"\{(?s:.*)",
 }
 _BARE_SCALARS = {"null": '"null"', "boolean": '"true" | "false"', "integer": "INTEGER", "number": "NUMBER"}
-_MAX_DEPTH = 16  # of references in a parameter's union
+MAX_JOINED = 16  # schemas that hold together
+MAX_ALTERNATIVES = 128  # of a value
 _TERMINALS = r"""
 TEXT: /(?s:.*)/
 INTEGER: /-?(0|[1-9][0-9]{0,17})/
@@ -437,32 +438,36 @@ class _Writer:
                 raise CannotHold(path, min(schema, default="anyOf"))
 
 
-def _alternatives(schema: Any, path: str, root: Schema, depth: int = 0) -> list[Schema]:
+def _alternatives(schema: Any, path: str, root: Schema) -> list[Schema]:
     """Schemas of one type each, or of values, of which a value fits any.
 
     Raises:
         CannotHold: it says more than that.
     """
-    if depth > _MAX_DEPTH:
-        raise CannotHold(path, "$ref")
-    schema = _merged(schema, path, root)
-    if schema.keys() in ({"anyOf"}, {"oneOf"}):
-        [(keyword, branches)] = schema.items()
-        found_kinds = [parameter_types({**root, "properties": {"": one}}, "") for one in branches]
-        merged = {"number" if one == "integer" else one for types in found_kinds for one in types}
-        if keyword == "oneOf" and sum(map(len, found_kinds)) != len(merged):
-            raise CannotHold(path, keyword)
-        return [found for one in branches for found in _alternatives(one, path, root, depth + 1)]
-    if isinstance(kinds := schema.get("type"), list) and not {"enum", "const"} & schema.keys():
-        return [{**schema, "type": kind} for kind in kinds]
-    return [schema]
+    found, waiting = list[Schema](), [schema]
+    for each in waiting:
+        one = _merged(each, path, root)
+        if keyword := next((key for key in ("anyOf", "oneOf") if one.keys() == {key}), None):
+            waiting += one[keyword]
+            if len(waiting) > MAX_ALTERNATIVES:
+                raise CannotHold(path, keyword, f"It has more than {MAX_ALTERNATIVES} alternatives")
+            if keyword == "oneOf":  # of which one alone may fit
+                kinds = [parameter_types({**root, "properties": {"": branch}}, "") for branch in one[keyword]]
+                merged = {"number" if kind == "integer" else kind for types in kinds for kind in types}
+                if sum(map(len, kinds)) != len(merged):
+                    raise CannotHold(path, keyword)
+        elif isinstance(types := one.get("type"), list) and not {"enum", "const"} & one.keys():
+            found += [{**one, "type": kind} for kind in types]
+        else:
+            found.append(one)
+    return found
 
 
 def _merged(schema: Any, path: str, root: Schema) -> dict[str, Any]:
     """A schema, what it refers to, and what holds together with it, as one. Raises CannotHold: they say different."""
     found, waiting = dict[str, Any](), [("anyOf", schema)]
     for keyword, part in waiting:
-        if not (part is True or isinstance(part, Mapping)) or len(waiting) > _MAX_DEPTH:
+        if not (part is True or isinstance(part, Mapping)) or len(waiting) > MAX_JOINED:
             raise CannotHold(path, keyword)
         for key, one in () if part is True else part.items():
             if key == "allOf":
@@ -500,7 +505,7 @@ def _check_mark(text: str, mark: str, path: str, keyword: str) -> None:
 def _listed(item: str, separator: str, schema: Schema) -> str:
     """As many as the schema's minItems and maxItems say."""
     least, most = schema.get("minItems", 0), schema.get("maxItems")
-    more = f"({separator} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+    more = f"({separator} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}" if most != 1 else ""
     return '""' if most == 0 else f"({item} {more}){'' if least else '?'}"
 
 
@@ -558,6 +563,7 @@ def _string_regex(schema: Schema, end: str, path: str) -> str:
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     parts = [str(schema["pattern"])] if "pattern" in schema else []
     _check_mark("".join(parts).replace("\\", ""), end.strip(), path, "pattern")
+    parts = [in_ascii(one) for one in parts]
     if not parts or least or most != "":
         parts.append(f"(?s:.{{{least},{most}}})")
     held, marks = (" & ".join(f"/{one}/" for one in _escaped(*parts)), *_escaped(re.escape(end.strip())))

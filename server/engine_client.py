@@ -535,7 +535,8 @@ class EngineClient:
     def _pace(self) -> Iterator[Pace]:
         stats = self.stats
         if stats.outlook is not None:
-            yield Pace(stats.landed_s, stats.busy_s, stats.predicted_s, stats.outlook.fit)
+            outlook = stats.outlook
+            yield Pace(stats.landed_s, stats.busy_s, stats.predicted_s, outlook.fit, outlook.late_p90)
 
     async def clear_cache(self) -> None:
         """Let no request, even after a restart, find what was computed before now. Returns once that is so.

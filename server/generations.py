@@ -269,8 +269,9 @@ class Generations:
         return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
 
     def courses(self) -> list[Course]:
-        """Of all requests of this process's engine that are kept, and of those in progress."""
-        return [*self.ended, *(course for one in self.active.values() for course in one.courses())]
+        """Of all requests of this process's engine that are kept, and in progress; of a repeated id, the last."""
+        found = *self.ended, *(course for one in self.active.values() for course in one.courses())
+        return list({one.request_id: one for one in found}.values())
 
     @property
     def is_busy(self) -> bool:

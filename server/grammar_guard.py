@@ -27,7 +27,7 @@ import msgspec
 
 from core.constraints import GrammarSpec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.grammar import Grammar, GrammarCompiler, Vocabulary
+from core.grammar import SLICES, Grammar, GrammarCompiler, Vocabulary
 from server.own_processes import start_module
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
 STACK_BYTES = 4 * 2**20  # half of what a thread of ours has: what passes here does not overflow that
 MAX_QUEUED = 64  # of one tenant's, the one that is compiled among them
 MAX_AT_ONCE = 2  # of different tenants: one whose grammars take long does not hold up the next one's
+TRIED_SLICES = SLICES[1], SLICES[-1]  # as quick as all seven for a grammar's first masks, in 37 MiB less
 _LENGTH_BYTES = 8
 
 
@@ -287,11 +288,13 @@ def _serve(vocabulary_file: int, most_tokens: int | None, source: IO[bytes], tar
 
     data = os.pread(vocabulary_file, os.fstat(vocabulary_file).st_size, 0)  # its offset is that of all
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
-    by_bytes = {data: token_id for token_id, data in enumerate(vocabulary.token_bytes)}
+    del data
+    by_bytes = {one: token_id for token_id, one in enumerate(vocabulary.token_bytes) if len(one) == 1}
     compiler = GrammarCompiler(
         vocabulary,
         lambda text: [by_bytes[one] for byte in text.encode() if (one := bytes([byte])) in by_bytes],
         most_tokens,
+        TRIED_SLICES,
     )
     _write(target, b"\xc0")
     while message := next_message():

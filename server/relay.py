@@ -706,7 +706,7 @@ class RelayHandle:
         most_empty = MORE_EVENTS + EMPTY_A_SECOND * (now_s - self._sent_s)
         is_flood = self._num_events > self._most_events or self._num_empty > most_empty
         if is_flood and not self._pool.settings.trusted:
-            raise UpstreamFault(f"it has sent {self._num_events} events, more than for what was asked")
+            raise UpstreamFault(f"it has sent {self._num_events} events, more than an answer to this request has")
         for choice in part.texts:
             self._count(self.sequences[choice], now_s)
         event = part.data

@@ -5,6 +5,7 @@ POST /admin/simulate, for its tour: what a switch of the engine changes; steps t
 call at a time, and lets others go first after each step.
 """
 
+import asyncio
 import enum
 import time
 from collections.abc import Callable
@@ -189,10 +190,12 @@ class _OneAtATime:
             message = "Another simulation is running. Ask again in a second."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "simulation_running", retry_after_s=1.0)
         self._is_running = True
-        try:
-            return await exchange.server.offload(lambda: simulate(lambda scheduler: time.sleep(0)))
-        finally:
-            self._is_running = False
+        running = asyncio.ensure_future(exchange.server.offload(lambda: simulate(lambda scheduler: time.sleep(0))))
+        running.add_done_callback(self._let_next)
+        return await asyncio.shield(running)  # its thread goes on if the client leaves
+
+    def _let_next(self, running: "asyncio.Future[Any]") -> None:
+        self._is_running = False
 
 
 _simulations = _OneAtATime()

@@ -200,7 +200,7 @@ def test_servers_are_compared_in_turn_by_the_median_of_ratios() -> None:
     peers: list[Any] = [Steady("a", [2, 3, 6, 1, 1, 1]), Steady("b", [3, 11, 11, 1, 1, 1])]
     decode, prefill = compare_in_turn(*peers, load, io.BytesIO())
     assert (decode["a"], decode["b"]) == (5, 1)
-    assert (decode["ratio"], decode["least"], decode["greatest"]) == (2, 2, 5)
+    assert (decode["ratio"], decode["least"], decode["greatest"], decode["TTFT"]) == (2, 2, 5, 1)
     assert (prefill["tokens in"], prefill["a"], prefill["ratio"]) == (512, 512, 1)
 
 

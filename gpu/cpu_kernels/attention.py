@@ -7,10 +7,10 @@ meanwhile. In 8 bits they lie in that layout already (gpu/kv_cache.py) and becom
 by the keys' scales, shares by the values'. A matmul row here is one query head of one token. Sums are rescaled when a
 larger score comes (online softmax, arXiv:1805.02867).
 
-A decode (a row of one new token) takes its context in splits, merged in their order, and as many KV heads at once as it
-takes to read whole cache lines of each token. Where rows do not divide evenly among the threads, pieces are single
-splits (flash decoding), and the thread that ends a row's last split merges them: the sums are the same to the last bit
-either way. A prompt's piece has one KV head and is not split.
+A decode (a row of one new token) takes its context in splits, merged in their order, and several neighbouring KV heads
+at once: each is prefetched while the one before it is computed. Where rows do not divide evenly among the threads,
+pieces are single splits (flash decoding), and the thread that ends a row's last split merges them: the sums are the
+same to the last bit either way. A prompt's piece has one KV head and is not split.
 """
 
 import ctypes
@@ -77,7 +77,8 @@ TOP_ROW_BYTES = 2 * REGISTER_BYTES
 SPLIT_TOKENS = 512  # of context
 PROMPT_ROWS = 96  # of a piece: their sums lie in a second-level cache
 FEW_ROWS = 2 * MOST_TILE_ROWS  # multiply keys and values in 8 bits without a copy as bf16
-PIECE_BYTES = 256  # of a token's keys, read together: the prefetcher brings neighbouring lines
+PIECE_BYTES = 2048  # of a token's keys, read together: memory gives neighbouring lines sooner
+EVEN = 1.25  # rows whose longest is up to so many times the mean
 ROWS_PER_THREAD = 4  # with so many, one row left over keeps the other threads waiting for little
 MINUS_INFINITY = np.float32(-np.inf)
 ONE = np.float32(1)
@@ -402,7 +403,7 @@ def _prefetch(source, stride, blocks, first, end, head_dim, head_bytes):
 
 
 @njit(cache=True)
-def _attend_chunk(query, keys, values, strides, blocks, counts, place, shape, window, scale, room, sums, tops):
+def _attend_chunk(query, keys, values, strides, chunk, following, place, shape, window, scale, room, sums, tops):
     """Add a chunk's tokens to the sums of some rows of one KV head.
 
     The next chunk is prefetched a block at a time, between the parts of the work: all at once would stall it.
@@ -423,35 +424,36 @@ def _attend_chunk(query, keys, values, strides, blocks, counts, place, shape, wi
     is_int8 = head_bytes != 2 * head_dim
     num_rows, num_parts = num_tokens * per_kv, _num_parts(head_dim)
     part_bytes = num_rows * SUM_ROW_BYTES
-    next_blocks, num_next = blocks + 8 * CHUNK_BLOCKS, counts[1]
+    blocks, num_blocks = chunk
+    next_keys, next_values, next_blocks, num_next = following
     is_copied = not is_int8 or num_rows > FEW_ROWS
     if is_int8:
-        _load_scales(keys, values, stride, blocks, counts[0], head_dim, scales)
+        _load_scales(keys, values, stride, blocks, num_blocks, head_dim, scales)
         if is_copied:
-            _load_integers(keys, values, stride, blocks, counts[0], head_dim, room)
+            _load_integers(keys, values, stride, blocks, num_blocks, head_dim, room)
     else:
-        _load_keys(keys, stride, blocks, counts[0], head_dim, transposed)
-    _prefetch(keys, stride, next_blocks, 0, min(1, num_next), head_dim, head_bytes)
+        _load_keys(keys, stride, blocks, num_blocks, head_dim, transposed)
+    _prefetch(next_keys, stride, next_blocks, 0, min(1, num_next), head_dim, head_bytes)
     if not is_int8:
-        _load_values(values, stride, blocks, counts[0], head_dim, paired)
-    _prefetch(keys, stride, next_blocks, 1, min(2, num_next), head_dim, head_bytes)
+        _load_values(values, stride, blocks, num_blocks, head_dim, paired)
+    _prefetch(next_keys, stride, next_blocks, 1, min(2, num_next), head_dim, head_bytes)
     clear_sums(scores, num_rows)
     if is_copied:
         multiply_part(query, 2 * head_dim, transposed, head_dim // 2, num_rows, scores, 0)
     else:
-        _score_integers(query, keys, stride, blocks, counts[0], head_dim, num_rows, scores)
+        _score_integers(query, keys, stride, blocks, num_blocks, head_dim, num_rows, scores)
     if is_int8:
         _scale_scores(scores, num_rows, scales)
-    _prefetch(keys, stride, next_blocks, 2, num_next, head_dim, head_bytes)
+    _prefetch(next_keys, stride, next_blocks, 2, num_next, head_dim, head_bytes)
     value_scales = scales + SUM_ROW_BYTES if is_int8 else 0
     _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, part_bytes, value_scales)
-    _prefetch(values, stride, next_blocks, 0, min(2, num_next), head_dim, head_bytes)
+    _prefetch(next_values, stride, next_blocks, 0, min(2, num_next), head_dim, head_bytes)
     if not is_copied:
-        _sum_integers(shares, values, stride, blocks, counts[0], head_dim, num_rows, sums, part_bytes)
+        _sum_integers(shares, values, stride, blocks, num_blocks, head_dim, num_rows, sums, part_bytes)
     for part in range(num_parts if is_copied else 0):
         pairs = paired + part * CHUNK_PAIRS * PAIR_BYTES
         multiply_part(shares, SHARE_ROW_BYTES, pairs, CHUNK_PAIRS, num_rows, sums + part * part_bytes, 0)
-    _prefetch(values, stride, next_blocks, 2, num_next, head_dim, head_bytes)
+    _prefetch(next_values, stride, next_blocks, 2, num_next, head_dim, head_bytes)
 
 
 @njit(cache=True)
@@ -481,15 +483,20 @@ def _attend_span(query, keys, values, strides, table, seen, end_block, shape, po
         clear_sums(found + head * of_head, num_rows * _num_parts(head_dim))
         _clear_tops(found + head * of_head + of_sums, num_rows)
     for chunk in range(seen[0] // CHUNK_TOKENS * CHUNK_TOKENS, seen[1], CHUNK_TOKENS):
-        num_left = end_block - chunk // BLOCK_SIZE
+        blocks, num_left = table + 8 * (chunk // BLOCK_SIZE), end_block - chunk // BLOCK_SIZE
+        num_blocks = min(CHUNK_BLOCKS, num_left)
         for head in range(num_heads):
+            at = head * strides[1]
+            following = keys, values, blocks + 8 * CHUNK_BLOCKS, max(0, min(CHUNK_BLOCKS, num_left - CHUNK_BLOCKS))
+            if head + 1 < num_heads:
+                following = keys + at + strides[1], values + at + strides[1], blocks, num_blocks
             _attend_chunk(
                 query + head * 2 * num_rows * head_dim,
-                keys + head * strides[1],
-                values + head * strides[1],
+                keys + at,
+                values + at,
                 strides,
-                table + 8 * (chunk // BLOCK_SIZE),
-                (min(CHUNK_BLOCKS, num_left), max(0, min(CHUNK_BLOCKS, num_left - CHUNK_BLOCKS))),
+                (blocks, num_blocks),
+                following,
                 (chunk, position),
                 (num_tokens, per_kv, head_dim),
                 window,
@@ -741,13 +748,21 @@ def divide_decodes(
     few pieces would not divide evenly among the threads.
     """
     lengths = [end if window is None else min(end, window) for end in ends]
-    wanted = min(num_kv_heads, max(1, PIECE_BYTES // (2 * head_dim)))
-    num_heads = next(count for count in range(wanted, 0, -1) if num_kv_heads % count == 0)
-    is_even = max(lengths, default=0) * num_threads * ROWS_PER_THREAD <= sum(lengths)
-    if num_threads == 1 or is_even or max(ends) <= SPLIT_TOKENS:
-        divides = len(ends) % num_threads == 0 or len(ends) >= ROWS_PER_THREAD * num_threads
-        return num_heads if divides else 1, [1] * len(ends)
-    num_splits = [
-        -(-end // SPLIT_TOKENS) - (end - length) // SPLIT_TOKENS for end, length in zip(ends, lengths, strict=True)
-    ]
-    return num_heads if sum(num_splits) >= ROWS_PER_THREAD * num_threads else 1, num_splits
+    longest, num_tokens, num_splits = max(lengths, default=0), sum(lengths), [1] * len(ends)
+    is_even = num_threads == 1 or longest * len(lengths) <= EVEN * num_tokens
+    if num_threads > 1 and longest * num_threads * ROWS_PER_THREAD > num_tokens and max(ends) > SPLIT_TOKENS:
+        num_splits, is_even = (
+            [
+                -(-end // SPLIT_TOKENS) - (end - length) // SPLIT_TOKENS
+                for end, length in zip(ends, lengths, strict=True)
+            ],
+            False,
+        )
+
+    def suits(num_heads: int) -> bool:
+        num_pieces = sum(num_splits) * num_kv_heads // num_heads
+        divides = num_pieces >= ROWS_PER_THREAD * num_threads or (is_even and num_pieces % num_threads == 0)
+        return divides and num_kv_heads % num_heads == 0
+
+    most = min(num_kv_heads, PIECE_BYTES // (2 * head_dim))
+    return next((count for count in range(most, 1, -1) if suits(count)), 1), num_splits

@@ -283,7 +283,7 @@ function showWhy(found) {
     tell(cells[0], WITHOUT[/** @type {keyof typeof WITHOUT} */ (row.cause)] ?? "all of these");
     tell(cells[1], time(row.cost_ms));
     tell(cells[2], known(row.first_token_cost_ms, time));
-    cells[3].replaceChildren(bar(0, Math.min(row.cost_ms, found.time_ms), found.time_ms));
+    cells[3].replaceChildren(...(row.cost_ms ? [bar(0, Math.min(row.cost_ms, found.time_ms), found.time_ms)] : []));
   }, "None.");
 }
 

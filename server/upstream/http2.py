@@ -9,7 +9,7 @@ from collections.abc import Callable
 from server.upstream.exchange import AnswerHead, Carrier, Exchange, Outgoing, Reader, UpstreamFault
 from server.wire import http2_frames as wire
 from server.wire.http2_frames import Header, frame
-from server.wire.http2_heads import Fields, ResponseEncoder
+from server.wire.http2_heads import FieldEncoder, Fields
 from server.wire.http2_reading import FrameReader
 from server.wire.http2_streams import ReceiveWindow
 from server.wire.limits import FrameLimits, Rate, TokenBucket
@@ -68,7 +68,7 @@ class Http2(FrameReader):
         ]
         self._streams: dict[int, _Stream] = {}
         self._next_id = 1
-        self._encoder = ResponseEncoder()
+        self._encoder = FieldEncoder()
         self._send_window = self._initial_window = wire.DEFAULT_WINDOW  # for requests' bodies
         self._max_frame_bytes = wire.LEAST_FRAME_BYTES
         self._resets = TokenBucket(OUR_RESETS)

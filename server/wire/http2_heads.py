@@ -197,7 +197,7 @@ _KIND_BITS, _SIZE_UPDATE = 0xE0, 0x20  # RFC 7541 §6.3
 _PREFIX, _GOES_ON = 0x1F, 0x80  # RFC 7541 §5.1
 
 
-class RequestDecoder:
+class FieldDecoder:
     """One connection's decoder."""
 
     def __init__(self, list_bytes: int) -> None:
@@ -276,7 +276,7 @@ def _literal_name(name: bytes) -> bytes:
 _LITERAL_NAMES = {name: _literal_name(name) for name in _VARYING}
 
 
-class ResponseEncoder:
+class FieldEncoder:
     """One connection's encoder. Its dynamic table is hpack's.
 
     Attributes:

@@ -17,7 +17,7 @@ from server.wire.http2_frames import (
     frame,
     head_frames,
 )
-from server.wire.http2_heads import ResponseEncoder
+from server.wire.http2_heads import FieldEncoder
 from server.wire.messages import (
     ConnectionFault,
     Headers,
@@ -130,7 +130,7 @@ class Responses:
             write: takes what goes out ahead of any DATA.
         """
         self.streams: dict[int, Http2Stream] = {}
-        self.encoder = ResponseEncoder()
+        self.encoder = FieldEncoder()
         self.window = self.initial_window = DEFAULT_WINDOW
         self.max_frame_bytes = LEAST_FRAME_BYTES
         self._write = write

@@ -159,6 +159,7 @@ def test_a_mask_is_made_while_the_step_that_it_is_for_runs(
 ) -> None:
     """Of each step but the first: sent, then the step before it is read, whose token decides the mask."""
     runner_limits, events = replace(limits(), max_in_flight=steps_in_flight), list[str]()
+    grammar = compiler().compile(regex("[a-c]{200}", "regex"))  # which tries it out
 
     def noted(owner: type, name: str) -> None:
         method = getattr(owner, name)
@@ -173,7 +174,7 @@ def test_a_mask_is_made_while_the_step_that_it_is_for_runs(
         noted(owner, name)
     noted(GrammarState, "fill_mask")
     under_test = engine(runner_limits, FaultyRunner(runner_limits, FakeClock()))
-    under_test.send(Submit(constrained("a", compiler().compile(regex("[a-c]{200}", "regex")), max_tokens=20)))
+    under_test.send(Submit(constrained("a", grammar, max_tokens=20)))
     under_test.run()
     assert len(under_test.log.tokens("a")) == 20
     if steps_in_flight == 2:

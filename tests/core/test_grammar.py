@@ -663,6 +663,8 @@ UNIONS: list[dict[str, Any]] = [
     {"allOf": [{"$ref": "#/$defs/e"}], "maxLength": 3},
     {"$ref": "#/$defs/e", "type": "string", "minLength": 2},
     {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+    {"type": "string", "pattern": r"^\d[\w][^\W\d]\s?$"},
     {"const": {"a b'": [1, "x"], "c": {"d\\": None}}},
     {
         "type": "object",
@@ -732,6 +734,12 @@ LITERAL = ("pythonic", "gemma")
         ),
         ("xml", {"type": ["string", "integer"], "multipleOf": 3}, " has the keyword 'multipleOf'"),
         ("glm", {"enum": ["a"], "pattern": "a"}, " has the keyword 'pattern'"),
+        (
+            "xml",
+            {"anyOf": [{"$ref": "#/$defs/x0"}, {"type": "string"}]},
+            " has the keyword 'anyOf'. It has more than 128",
+        ),
+        ("pythonic", {"anyOf": [{"$ref": "#/$defs/x0"}]}, " has the keyword 'anyOf'. It has more than 128"),
         ("gemma", {"type": "array", "items": False, "minItems": 0}, ".items has the keyword 'false'"),
         ("gemma", {"enum": [{"a": 1}], "properties": {"a": {"minimum": 2}}}, " has the keyword 'properties'"),
         ("xml", {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}, " has the keyword 'anyOf'"),
@@ -750,7 +758,9 @@ LITERAL = ("pythonic", "gemma")
     ],
 )
 def test_what_a_format_cannot_hold_is_named(form: str, schema: dict[str, Any], words: str) -> None:
-    tool = strict({"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False})
+    doubled = {f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{i + 1}"}] * 8} for i in range(40)} | {"x40": {"type": "string"}}
+    whole = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    tool = strict({**whole, "$defs": doubled})
     required_calls(TOOL_FORMATS["hermes"], [tool])
     with pytest.raises(CannotHold, match=re.escape(f"parameters.properties.a{words}")):
         required_calls(TOOL_FORMATS[form], [tool])

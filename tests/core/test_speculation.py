@@ -167,7 +167,7 @@ def test_noise_has_few_drafts_and_costs_one_percent_at_most(num_streams: int) ->
         under_test.run()
         took_s.append(clock())
         if max_drafts:
-            assert under_test.scheduler.stats().num_draft_tokens <= 12 * num_streams
+            assert under_test.scheduler.stats().num_draft_tokens <= 16
     assert took_s[0] <= 1.01 * took_s[1]
 
 
@@ -211,11 +211,15 @@ def step_s_of(num_tokens: int) -> float:
     return EngineUnderTest.cost.fixed_s + EngineUnderTest.cost.token_s * num_tokens
 
 
+def timed_rows() -> tuple[TimedRow, ...]:
+    """As at a server's start."""
+    rows = [(0, length, length) for length in (64, 32, 16)] + [(length, length + 1, 10) for length in (50, 100, 200)]
+    return tuple(TimedRow(*row, step_s_of(row[1] - row[0])) for row in rows * 4)
+
+
 def answers_s(model: AgreeingModel | None, clock: FakeClock, num_answers: int) -> list[float]:
     """How long each answer of 48 tokens takes, to a prompt of as many."""
-    rows = [(0, length, length) for length in (64, 32, 16)] + [(length, length + 1, 10) for length in (50, 100, 200)]
-    timed = tuple(TimedRow(*row, step_s_of(row[1] - row[0])) for row in rows * 4)
-    limits = replace(LIMITS, few_tokens=8, max_drafts=32, timed_rows=timed)
+    limits = replace(LIMITS, few_tokens=8, max_drafts=32, timed_rows=timed_rows())
     under_test = EngineUnderTest(limits, (EOS,), SimulatedRunner(limits, CostModel(), clock), clock=clock, draft=model)
     took_s = []
     for number in range(num_answers):
@@ -244,21 +248,28 @@ def test_a_draft_model_that_is_never_right_costs_little_from_the_first_answer_on
 
 
 @pytest.mark.usefixtures("one_step")
-@pytest.mark.parametrize("part", [0.05, 0.3])
-@pytest.mark.parametrize("name", ["model", "mtp"])
-def test_a_model_that_is_never_right_costs_one_percent_while_the_load_rises_and_falls(name: str, part: float) -> None:
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize(("name", "part"), [("mtp", 0.05), ("model", 0.3)])
+def test_a_model_that_is_never_right_costs_one_percent_while_the_load_rises_and_falls(
+    name: str, part: float, learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Streams come one by one until no draft could pay, and leave."""
     took_s = []
+    if not learns:
+        monkeypatch.setattr(Drafter, "_share", lambda *_: 0.9)
     for max_drafts in (32, 0):
         clock = FakeClock()
         limits = replace(LIMITS, num_blocks=1600, max_model_len=1000, max_sequences=24, few_tokens=4)
-        limits = replace(limits, max_drafts=max_drafts, max_batch_tokens=256)
+        limits = replace(
+            limits, max_drafts=max_drafts, max_batch_tokens=256, vocab_size=10_007, timed_rows=timed_rows()
+        )
         model = AgreeingModel(part, 0.0, clock)
         model.name = name
         runner = SimulatedRunner(limits, CostModel(), clock)
         under_test = EngineUnderTest(limits, (), runner, clock=clock, draft=model if max_drafts else None)
         for number in range(24):
-            request = make_request(str(number), max_tokens=100 + 40 * (number % 4), ignore_eos=True)
+            prompt = tuple(Random(number).choices(range(limits.vocab_size), k=20))
+            request = make_request(str(number), prompt_ids=prompt, max_tokens=100 + 40 * (number % 4), ignore_eos=True)
             model.right[str(number)] = under_test.reference(request)
             under_test.send(Submit(request))
             under_test.step(8)

@@ -111,6 +111,14 @@ def test_state_spaces_give_the_same_tokens_as_their_safetensors(name: str, tmp_p
     assert greedy(write_gguf(source, tmp_path / "model.gguf")) == greedy(source)
 
 
+def test_a_layer_that_predicts_later_tokens_is_none_of_those_with_states(tmp_path: Path, model_directory) -> None:
+    file = parsed(write_gguf(model_directory("granite_hybrid"), tmp_path / "model.gguf"))
+    expected, kv = config_of(file, None), "granitehybrid.attention.head_count_kv"
+    more = {"granitehybrid.block_count": len(file.metadata[kv]) + 1, "granitehybrid.nextn_predict_layers": 1}
+    file.metadata.update(more | {kv: [*file.metadata[kv], 2]})
+    assert config_of(file, None) == expected | {"num_nextn_predict_layers": 1}
+
+
 @pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_the_largest_gemma_scales_scores_by_its_width(name: str, num_layers: int, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"

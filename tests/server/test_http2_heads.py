@@ -5,7 +5,7 @@ from hpack import Decoder, Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.wire.http2_heads import _VARYING, ResponseEncoder
+from server.wire.http2_heads import _VARYING, FieldEncoder
 
 TABLE_BYTES = 4096  # RFC 9113 §6.5.2
 HEAD = [
@@ -29,7 +29,7 @@ SIZES = st.lists(st.sampled_from([0, 60, 200, 1000, TABLE_BYTES, 2**32 - 1]), mi
 @given(st.lists(st.one_of(FIELDS, SIZES), max_size=30))
 def test_decoder_understands_every_history(steps: list[list[tuple[bytes, bytes]] | tuple[int, ...]]) -> None:
     """A step is a field section, or sizes of the table, as SETTINGS name them."""
-    encoder, decoder = ResponseEncoder(), Decoder()
+    encoder, decoder = FieldEncoder(), Decoder()
     for step in steps:
         if isinstance(step, tuple):
             encoder.resize(step)
@@ -40,14 +40,14 @@ def test_decoder_understands_every_history(steps: list[list[tuple[bytes, bytes]]
 
 
 def test_varying_fields_are_not_put_into_the_table() -> None:
-    encoder = ResponseEncoder()
+    encoder = FieldEncoder()
     block = encoder.encode([(name, b"1") for name in _VARYING])
     assert not encoder.table.dynamic_entries
     assert Decoder().decode(block, raw=True) == [(name, b"1") for name in _VARYING]
 
 
 def test_field_that_moves_in_the_table_is_looked_up_again() -> None:
-    encoder, decoder = ResponseEncoder(), Decoder()
+    encoder, decoder = FieldEncoder(), Decoder()
     for second in range(3):
         head = [(name, b"%d" % second if name == b"date" else value) for name, value in HEAD]
         for _ in range(3):
@@ -57,7 +57,7 @@ def test_field_that_moves_in_the_table_is_looked_up_again() -> None:
 @pytest.mark.parametrize("size", [1, 126, 127, 128, 20_000])
 def test_literals_of_any_length_are_as_hpack_writes_them(size: int) -> None:
     fields = [(b"server-timing", b"x" * size), (b"content-length", b"1" * size)]
-    ours = ResponseEncoder().encode(fields)
+    ours = FieldEncoder().encode(fields)
     theirs = Encoder().encode([(*field, True) for field in fields], huffman=False)
     assert ours == theirs
     assert Decoder(10**6).decode(ours, raw=True) == fields

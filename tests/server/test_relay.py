@@ -39,7 +39,7 @@ from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import ModelSettings, UpstreamSettings
 from server.wire.http2_frames import FRAME_HEADER, HEADERS, PREFACE
-from server.wire.http2_heads import ResponseEncoder
+from server.wire.http2_heads import FieldEncoder
 from tests.certificates import make_certificate
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level
@@ -664,7 +664,7 @@ async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
 
 
 _SETTINGS = raw_http2.settings()
-_HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), raw_http2.END_HEADERS, 3)
+_HEAD_3 = raw_http2.headers(FieldEncoder().encode([(b":status", b"200")]), raw_http2.END_HEADERS, 3)
 
 
 @pytest.mark.parametrize(
@@ -683,7 +683,7 @@ _HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), ra
         [raw_http2.window_update(2**31 - 1)],
         [_HEAD_3, *[raw_http2.data(b"", 0, 3)] * 2000],
         [_HEAD_3, *[raw_http2.window_update(1)] * 6000],
-        [raw_http2.headers(ResponseEncoder().encode([(b":status", b"103")]), raw_http2.END_HEADERS, 3)] * 2000,
+        [raw_http2.headers(FieldEncoder().encode([(b":status", b"103")]), raw_http2.END_HEADERS, 3)] * 2000,
     ],
     ids=range(14),
 )
@@ -696,7 +696,7 @@ async def test_whatever_an_upstream_says_in_http2_its_request_ends(frames: list[
                 high, low, kind, flags, stream = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
                 await reader.readexactly(high << 16 | low)
                 if kind == HEADERS and flags & raw_http2.END_STREAM:  # asks for its health
-                    block = ResponseEncoder().encode([(b":status", b"200")])
+                    block = FieldEncoder().encode([(b":status", b"200")])
                     flags = raw_http2.END_HEADERS | raw_http2.END_STREAM
                     writer.write(raw_http2.wire([raw_http2.headers(block, flags, stream)]))
                 elif kind == HEADERS:

@@ -19,7 +19,7 @@ from server.upstream.http2 import OUR_RESETS, Http2
 from server.upstream.pool import Pool
 from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
-from server.wire.http2_heads import ResponseEncoder
+from server.wire.http2_heads import FieldEncoder
 from server.wire.limits import FrameLimits
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 from tests.server import raw_http2
@@ -158,7 +158,7 @@ SETTINGS = raw_http2.settings()
 
 
 def head(stream: int = 1, flags: int = 0, status: bytes = b"200") -> raw_http2.Frame:
-    block = ResponseEncoder().encode([(b":status", status)])
+    block = FieldEncoder().encode([(b":status", status)])
     return raw_http2.headers(block, raw_http2.END_HEADERS | flags, stream)
 
 

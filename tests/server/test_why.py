@@ -1,12 +1,13 @@
 """GET /v1/requests/ID/why: staged incidents on the simulated server, and who may ask about what."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from core.incident import Cause
+from core.incident import _WHAT, Cause
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedRunner, timed_rows
 from server.gate.tenants import Limits
@@ -183,6 +184,8 @@ def test_verdict_names_what_was_staged(incident: Callable[[SimulatedServer], str
         costs = {one["cause"]: one["cost_ms"] for one in found["causes"]}
         assert set(costs) == set(Cause)
         assert found["without_all_ms"] <= found["simulated_ms"] - max(costs.values()) + 1
+        words = "None of the causes" if expected is None else f"went to {_WHAT[expected]}"
+        assert words in found["verdict"]
         assert expected is None or costs.pop(expected) >= 3 * max(costs.values())
 
 
@@ -248,3 +251,26 @@ def test_a_course_has_counts_and_digests_of_its_prompt() -> None:
         assert len(first.prefixes) == 200 // 64
         counts = [(one.num_prompt_tokens, one.num_cached_tokens, one.num_tokens) for one in (first, second)]
         assert counts == [(200, 0, 5), (200, 192, 5)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_is_explained(seed: int) -> None:
+    """Most of them; the others have no verdict."""
+    rng = random.Random(seed)
+    limits = (LIMITS, FEW_BLOCKS, replace(LIMITS, max_in_flight=2), replace(LIMITS, num_blocks=110, max_sequences=6))
+    with serving(limits=limits[seed], cost=COST) as server:
+        peers: list[MemoryTransport] = []
+        for _ in range(10):
+            fields = {"n": rng.choice([1, 1, 1, 2]), "priority": rng.choice([0, 0, 1, -1])}
+            data = say(rng.randrange(2, 500), rng.randrange(1, 120), rng.randrange(100, 103), **fields)
+            peers.append(server.send(data, peer_reads=rng.random() > 0.15))
+            server.run_for(rng.choice([0, 0.05, 0.3, 1.0]))
+            if rng.random() < 0.15:
+                rng.choice(peers).feed_eof()
+        for peer in peers:
+            server.run_for(0.5)
+            reads_late(server, peer, 0)
+        server.run_until(lambda: not server.app.exchanges)
+        found = [why(server, f"r{i}").json for i in range(1, 11)]
+        assert sum(one["has_verdict"] for one in found) >= 7
+        assert all(one["verdict"] for one in found)

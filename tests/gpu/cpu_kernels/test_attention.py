@@ -136,10 +136,12 @@ def test_a_row_attends_the_same_alone_and_in_company(
         ([100] * 2, None, 2, 64, 2, (2, [1] * 2)),
         ([100] * 3, None, 2, 64, 2, (1, [1] * 3)),  # one thread would wait for a whole row
         ([100] * 9, None, 2, 64, 2, (2, [1] * 9)),
-        ([100] * 8, None, 8, 128, 2, (1, [1] * 8)),  # a head is as many bytes as are read together
-        ([100] * 8, None, 8, 32, 2, (4, [1] * 8)),
-        ([100] * 8, None, 6, 32, 2, (3, [1] * 8)),
-        ([100] * 8, None, 5, 32, 2, (1, [1] * 8)),
+        ([100] * 8, None, 8, 256, 2, (4, [1] * 8)),  # four heads are as many bytes as are read together
+        ([100] * 8, None, 6, 256, 2, (3, [1] * 8)),
+        ([100] * 8, None, 5, 256, 2, (1, [1] * 8)),
+        ([100] * 8, None, 5, 32, 2, (5, [1] * 8)),
+        ([100], None, 8, 128, 2, (4, [1])),
+        ([100, 400], None, 8, 128, 2, (2, [1] * 2)),  # with more heads one thread would have most of the work
         ([512], None, 2, 64, 2, (1, [1])),
         ([513], None, 2, 64, 2, (1, [2])),
         ([8192], None, 2, 64, 2, (2, [16])),
