@@ -74,7 +74,13 @@ class Missing(Exception):
 
 
 def find_server(
-    name: str, directory: Path, threads: int | None, max_model_len: int, scratch: Path, mix: str | None = None
+    name: str,
+    directory: Path,
+    threads: int | None,
+    max_model_len: int,
+    scratch: Path,
+    mix: str | None = None,
+    slots: int = LLAMA_SLOTS,
 ) -> PeerServer:
     """How to start the server called `name` (of SERVERS) over this model.
 
@@ -82,6 +88,7 @@ def find_server(
         threads: compute threads; None: each server's own choice, and all physical cores for llama.cpp.
         scratch: where the model is written anew for a server that needs another format.
         mix: the quantised file of MIXES that all read; None: the directory, or the same numbers as bfloat16.
+        slots: llama.cpp's, each of which keeps its last prompt: one stream attends to all of them, masked.
 
     Raises:
         Missing: it is not installed, or cannot read this model.
@@ -116,7 +123,7 @@ def find_server(
         raise Missing("llama-server is not on PATH; make peers builds it")
     file, cores = _file(directory, scratch, mix or "BF16"), str(threads or num_physical_cores())
     command = [found, "--model", str(file), "--alias", directory.name, "--threads", cores, "--threads-batch", cores]
-    command += ["--parallel", str(LLAMA_SLOTS), "--ctx-size", str(LLAMA_CONTEXT), "--kv-unified"]
+    command += ["--parallel", str(slots), "--ctx-size", str(LLAMA_CONTEXT), "--kv-unified"]
     return PeerServer(name, command, directory.name, "/health", True)
 
 
@@ -293,7 +300,8 @@ def _measure(arguments: argparse.Namespace) -> Found:
         for server_name in arguments.servers:
             try:
                 asked = arguments.model, arguments.threads, load.max_model_len, Path(scratch), arguments.mix
-                done.append(PeerBench(find_server(server_name, *asked), load, limit))
+                slots = LLAMA_SLOTS if parts else max(load.streams)
+                done.append(PeerBench(find_server(server_name, *asked, slots), load, limit))
             except Missing as error:
                 missing.append({"server": server_name, "why": str(error)})
                 print(f"{server_name} is left out: {error}", file=sys.stderr)

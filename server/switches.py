@@ -33,7 +33,7 @@ T = TypeVar("T")
 VOCAB_SIZE, MOST_DRAFTS = 1000, 32  # tokens; of a step, as gpu/runner.py takes
 MOST_ANSWER_TOKENS, MOST_PROMPT_TOKENS = 2048, 32_768  # of all requests: both runs take a second or two
 SHARED = 3 / 4  # of each prompt is the same text
-WRONG_EVERY = 12  # tokens of what a request predicts of its answer, one is wrong
+WRONG_EVERY = 12  # of this many tokens that a request predicts of its answer, one is wrong
 
 
 class Switch(enum.StrEnum):
@@ -115,7 +115,9 @@ def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outco
     )
     whole_prompts = switch is Switch.CHUNKED_PREFILL and not is_on
     one_batch = switch is Switch.CONTINUOUS_BATCHING and not is_on
-    requests = [_request(numbers, i, limits, is_on and switch is Switch.PREFIX_CACHE) for i in range(numbers.num_requests)]
+    requests = [
+        _request(numbers, i, limits, is_on and switch is Switch.PREFIX_CACHE) for i in range(numbers.num_requests)
+    ]
     num_replicas = 2 if is_on and switch is Switch.SECOND_REPLICA else 1
     simulations = [
         Simulation(
