@@ -329,7 +329,7 @@ class Generation:
                     "resumable is of streams of events: send stream: true, or leave it out.", "resumable"
                 )
             if stream.is_open:
-                shared.resumable.hold(stream, self.tenant, self._request_id)
+                shared.resumable.hold(stream, self.tenant, self._request_id, self._surface.elsewhere)
         reader = self._backend.reader
         self._context = context = reader.reply_context(self._prepared, self._request_id)
         self._output = output_of(call)(reader.surface_of(self._surface), call, context, stream, self._timings)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.api.replies import error_event
 from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.sse import EVENT_END
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
@@ -21,9 +20,7 @@ GRACE_S = 60.0  # for a client to come back, and for an answer that has ended to
 MOST_BYTES = 4 * 2**20  # of one stream's events: the oldest go first
 MOST_BYTES_IN_ALL = 64 * 2**20  # streams that have ended go first, the oldest of the tenant that has most
 
-_TAKEN = error_event(
-    ServiceError(ErrorKind.CONFLICT, "Another connection has taken this stream up. It goes on there.", "stream_taken")
-)
+ErrorEvent = Callable[[ServiceError, str, int], bytes]  # see Surface.elsewhere
 
 
 class EventLog(StreamCarrier):
@@ -34,12 +31,15 @@ class EventLog(StreamCarrier):
         is_whole: the answer has ended.
     """
 
-    def __init__(self, stream: HttpStream, owner: "ResumableStreams", place: tuple[str, str]) -> None:
+    def __init__(
+        self, stream: HttpStream, owner: "ResumableStreams", place: tuple[str, str], elsewhere: ErrorEvent
+    ) -> None:
         self.num_bytes = 0
         self.is_whole = False
         self._stream = stream
         self._owner = owner
         self._place = place
+        self._elsewhere = elsewhere
         self._first: StreamCarrier | None = stream.carrier  # the connection that has asked, while it is there
         self._reader: HttpStream | None = None  # of a client that has come back
         self._left: asyncio.Future[None] | None = None  # ends its handler
@@ -161,13 +161,19 @@ class EventLog(StreamCarrier):
         """Whoever reads now reads no more."""
         if self._first is not None:
             if not self.is_whole:
-                self._first.write_data(self._stream, _TAKEN)
+                self._first.write_data(self._stream, self._taken())
                 self._first.write_end(self._stream, ())
             self._first = None
         elif self._reader is not None:
-            self._reader.send(_TAKEN)
+            self._reader.send(self._taken())
             self._reader.end()
             self._let_reader_go()
+
+    def _taken(self) -> bytes:
+        message = "Another connection has taken this stream up. It goes on there."
+        return self._elsewhere(
+            ServiceError(ErrorKind.CONFLICT, message, "stream_taken"), self._place[1], self._num_events
+        )
 
     def _let_reader_go(self) -> None:
         reader, left, self._reader, self._left = self._reader, self._left, None, None
@@ -224,10 +230,10 @@ class ResumableStreams:
         self._num_bytes = 0
         self._logs: OrderedDict[tuple[str, str], EventLog] = OrderedDict()  # by tenant and request, oldest first
 
-    def hold(self, stream: HttpStream, tenant: str, request_id: str) -> None:
+    def hold(self, stream: HttpStream, tenant: str, request_id: str, elsewhere: ErrorEvent) -> None:
         """Number and keep the events of an answer whose head has not been sent."""
         place = tenant, request_id
-        self._logs[place] = EventLog(stream, self, place)
+        self._logs[place] = EventLog(stream, self, place, elsewhere)
 
     def find(self, tenant: str, request_id: str) -> EventLog:
         """

@@ -88,7 +88,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
     title: str | None = None
-    source: "Source | None" = None
+    source: "Source | str | None" = None  # a search result's is a string
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +267,7 @@ def _block_text(block: Block, where: str) -> str:
             return block.text
         case "text":
             raise missing_field(f"{where}.text")
-        case "document" if block.source is not None and block.source.type in ("text", "content"):
+        case "document" if isinstance(block.source, Source) and block.source.type in ("text", "content"):
             name = "data" if block.source.type == "text" else "content"
             content: Blocks | UnsetType = getattr(block.source, name)
             if content is UNSET:
@@ -480,7 +480,7 @@ class MessageStream:
         return events + _event("message_stop")
 
     def error(self, error: ServiceError) -> bytes:
-        return sse.event(ERRORS.body(error, self._context.reply_id), "error")
+        return _error_event(error, self._context.reply_id)
 
     def _added(self, part: Part) -> bytes:
         closing = self._closed()  # of the block before, should this part begin one
@@ -583,5 +583,9 @@ def _error_body(error: ServiceError, request_id: str) -> bytes:
     return sse.json_line(document)
 
 
+def _error_event(error: ServiceError, request_id: str, number: int = 0) -> bytes:
+    return sse.event(_error_body(error, request_id), "error")
+
+
 ERRORS = ErrorForm(lambda error: _ERRORS[error.kind][0], _error_body, MessagesError, b"request-id")
-SURFACE = Surface(parse, MessageStream, MessageDocument)
+SURFACE = Surface(parse, MessageStream, MessageDocument, elsewhere=_error_event)

@@ -256,6 +256,8 @@ class Surface(NamedTuple):
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
         media_type: of a stream; other types than events have no comments.
         does: what it asks of the model: see PoolingStyle.tasks.
+        elsewhere: the last event for a reader whose stream goes on without it: of the error, the request's id and the
+            number of events before it.
     """
 
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
@@ -263,6 +265,7 @@ class Surface(NamedTuple):
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
     media_type: bytes = EVENTS
     does: str = "generate"
+    elsewhere: Callable[[ServiceError, str, int], bytes] = lambda error, request_id, number: error_event(error)
 
 
 # Parts of answers.

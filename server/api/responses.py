@@ -551,4 +551,9 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
     }
 
 
-SURFACE = Surface(parse, ResponseStream, ResponseDocument)
+def _error_event(error: ServiceError, request_id: str, number: int) -> bytes:
+    fields = {"code": error.code, "message": error.message, "param": error.param}
+    return sse.event(sse.json_line({"type": "error", "sequence_number": number, **fields}), "error")
+
+
+SURFACE = Surface(parse, ResponseStream, ResponseDocument, elsewhere=_error_event)

@@ -296,7 +296,7 @@ class Batches:
 
     def _expire(self, running: _Running) -> None:
         if running.batch.status is Status.IN_PROGRESS and not self._is_closed:
-            running.batch = running.batch.entering(Status.EXPIRED, self.now_s())
+            running.batch = running.batch.entering(Status.FINALIZING, self.now_s())  # not EXPIRED: its files come first
             self._end_if_done(running)
 
     def _go_on(self) -> None:
@@ -397,13 +397,16 @@ class Batches:
         if batch.status is Status.IN_PROGRESS:
             batch = running.batch = batch.entering(Status.FINALIZING, now_s)
             await self._on_disk(lambda: self.store.update(batch))
-        if batch.status is Status.EXPIRED:
-            left = [*running.pending, *(number for _, number in running.later)]
+        left = [*running.pending, *(number for _, number in running.later)]
+        if batch.status is Status.CANCELLING:
+            ended = Status.CANCELLED
+        elif left:
+            ended = Status.EXPIRED
             await self._on_disk(lambda: self._add_expired(running, left))
             batch = msgspec.structs.replace(batch, failed=batch.failed + len(left))
-        ended = {Status.FINALIZING: Status.COMPLETED, Status.CANCELLING: Status.CANCELLED}.get(batch.status)
-        if ended is not None:
-            batch = batch.entering(ended, self.now_s())
+        else:
+            ended = Status.COMPLETED
+        batch = batch.entering(ended, self.now_s())
         running.batch = await self._on_disk(lambda: self.store.finish(batch, now_s))
         del self._running[batch.id]
         if running.expiry is not None:

@@ -307,6 +307,20 @@ def test_what_is_left_at_the_end_of_its_window_expires(served: SimulatedServer) 
     assert errors == [("a", "batch_expired"), ("b", "batch_expired")]
 
 
+def test_a_batch_has_expired_once_its_files_are_written(served: SimulatedServer) -> None:
+    ask = asker(served)
+    served.send(create(ask(upload(jsonl(*(line(f"l{i}") for i in range(12))))).json["id"]))
+    served.run_until(lambda: any(one.batch.completed for one in served.batches._running.values()))
+    ((batch_id, running),) = served.batches._running.items()
+    served.batches._expire(running)
+    assert (served.batches.latest(running.batch).status, running.num_asked > 0) == ("finalizing", True)
+    batch = finished(served, {"id": batch_id})
+    counts = batch["request_counts"]
+    assert (batch["status"], counts["completed"] + counts["failed"]) == ("expired", 12)
+    assert 0 < len(output(ask, batch["output_file_id"])) == counts["completed"] < 12
+    assert len(output(ask, batch["error_file_id"])) == counts["failed"]
+
+
 def test_lines_of_a_revoked_key_fail_as_the_key_does(tmp_path: Path) -> None:
     with serving(files=tmp_path, tenants=(keyed_tenant("one", "k1", "k2"),)) as server:
         one, other = asker(server, "k1"), asker(server, "k2")

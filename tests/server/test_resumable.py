@@ -149,6 +149,28 @@ def test_only_its_tenant_finds_a_stream_and_only_where_it_was_asked_for() -> Non
         assert server.ask(back("r1", last + 1, "mine"), "GET").status == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "begin"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 40}, b'data: {"error":{'),
+        ("/v1/messages", {"max_tokens": 40}, b'event: error\ndata: {"type":"error","error":{'),
+        ("/v1/responses", {"max_output_tokens": 40}, b'event: error\ndata: {"type":"error","sequence_number":'),
+    ],
+)
+def test_who_read_it_before_gets_the_surfaces_error(path: str, fields: dict[str, Any], begin: bytes) -> None:
+    text = "input" if "responses" in path else "messages"
+    body = fields | {text: [{"role": "user", "content": "step"}], "stream": True, "resumable": True}
+    with keeping() as server:
+        transport = server.send(request("POST", path, body))
+        while not events_of(transport):
+            server.step()
+        server.send(back("r1"))
+        last = events_of(transport)[-1]
+        assert last.startswith(begin)
+        assert b'"stream_taken"' in last
+        server.run()
+
+
 def test_a_head_takes_the_stream_from_nobody() -> None:
     with keeping() as server:
         transport = server.send(chat(**RESUMABLE))

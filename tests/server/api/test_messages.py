@@ -78,6 +78,8 @@ def test_a_billing_header_is_left_out_and_documents_are_text() -> None:
         document = {"type": "document", "title": "T", "source": source}
         system, user = prompt(system=[billing, text("S")], messages=[{"role": "user", "content": [document]}])
         assert (system["content"], user["content"]) == ("S", "T\nD")
+    found = {"type": "search_result", "title": "T", "source": "https://example.com", "content": [text("D")]}
+    assert prompt(messages=[{"role": "user", "content": [found]}])[0]["content"] == "T\nD"
     header = billing["text"]
     for of_header in ([billing], header, f"\n{header}\n", [text(f"\n{header}\n{header}")]):
         assert len(prompt(system=of_header)) == 1
