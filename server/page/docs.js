@@ -119,11 +119,11 @@ function contents(path, method, operation) {
   if (operation["x-alias-of"]) shown.push(made("p", `Another name of ${operation["x-alias-of"]}.`));
   if (operation.parameters.length) {
     const rows = operation.parameters.map((/** @type {Schema} */ one) => [made("code", one.name), one.in, typeOf(one.schema), boundsOf(one.schema)]);
-    shown.push(made("h4", "Parameters"), table(["Name", "In", "Type", "Bounds"], rows, "Parameters"));
+    shown.push(made("h3", "Parameters"), table(["Name", "In", "Type", "Bounds"], rows, "Parameters"));
   }
   for (const [type, { schema }] of Object.entries(operation.requestBody?.content ?? {})) {
     const own = found(schema);
-    shown.push(made("h4", `Body, ${type}`), /** @type {HTMLElement} */ (fields(schema, "Fields of the body")));
+    shown.push(made("h3", `Body, ${type}`), /** @type {HTMLElement} */ (fields(schema, "Fields of the body")));
     if (own["x-aliases"]) shown.push(others(own["x-aliases"], own["x-refused"], own["x-no-effect"]));
   }
   for (const [status, answer] of Object.entries(operation.responses)) {
@@ -131,11 +131,11 @@ function contents(path, method, operation) {
     for (const [type, { schema }] of Object.entries(answer.content)) {
       const event = kinds(schema.properties?.data ?? schema).find((one) => one.contentSchema)?.contentSchema; // of a stream
       const text = event ? `${status}, each event or line of ${type}` : `${status}, ${type}`;
-      shown.push(made("h4", text), /** @type {HTMLElement} */ (fields(event ?? schema, text)));
+      shown.push(made("h3", text), /** @type {HTMLElement} */ (fields(event ?? schema, text)));
     }
   }
   const errors = Object.entries(operation.responses).filter(([status]) => Number(status) >= 400);
-  shown.push(made("h4", "Errors"), table(["Status", "For"], errors.map(([status, { description }]) => [status, description]), "Errors"));
+  shown.push(made("h3", "Errors"), table(["Status", "For"], errors.map(([status, { description }]) => [status, description]), "Errors"));
   const [[, first]] = errors;
   shown.push(/** @type {HTMLElement} */ (fields(first.content["application/json"].schema, "Fields of an error")));
   return shown;
