@@ -99,45 +99,45 @@ function curlOf(path, method, operation) {
   return words.join(" ");
 }
 
-/** @param {Record<string, string>} aliases @param {Record<string, unknown[]>} refused @param {string[]} idle */
-function others(aliases, refused, idle) {
+/** @param {Record<string, string>} aliases @param {Record<string, unknown[]>} refused @param {string[]} idle @param {string} route */
+function others(aliases, refused, idle, route) {
   const rows = [
     ...Object.entries(aliases).map(([name, target]) => [made("code", name), `another name of ${target}`]),
     ...Object.entries(refused).map(([name, neutral]) => [made("code", name), `refused${neutral.length ? `, but for ${neutral.map((one) => JSON.stringify(one)).join(", ")}` : ""}`]),
     ...idle.map((name) => [made("code", name), "no effect"]),
   ];
   const outer = document.createElement("details");
-  outer.append(made("summary", `${rows.length} fields of other servers`), table(["Field", "Here"], rows, "Fields of other servers"));
+  outer.append(made("summary", `${rows.length} fields of other servers`), table(["Field", "Here"], rows, `Fields of other servers of ${route}`));
   return outer;
 }
 
 /** @param {string} path @param {string} method @param {Schema} operation @returns {Node[]} */
 function contents(path, method, operation) {
-  const shown = [made("pre", curlOf(path, method, operation))], [scheme] = operation.security;
+  const shown = [made("pre", curlOf(path, method, operation))], [scheme] = operation.security, route = `${method.toUpperCase()} ${path}`;
   shown[0].tabIndex = 0;
   shown.push(made("p", scheme ? `Needs a key with the right ${Object.values(scheme)[0]}, where keys are configured.` : "Needs no key.", "quiet"));
   if (operation["x-alias-of"]) shown.push(made("p", `Another name of ${operation["x-alias-of"]}.`));
   if (operation.parameters.length) {
     const rows = operation.parameters.map((/** @type {Schema} */ one) => [made("code", one.name), one.in, typeOf(one.schema), boundsOf(one.schema)]);
-    shown.push(made("h3", "Parameters"), table(["Name", "In", "Type", "Bounds"], rows, "Parameters"));
+    shown.push(made("h3", "Parameters"), table(["Name", "In", "Type", "Bounds"], rows, `Parameters of ${route}`));
   }
   for (const [type, { schema }] of Object.entries(operation.requestBody?.content ?? {})) {
     const own = found(schema);
-    shown.push(made("h3", `Body, ${type}`), /** @type {HTMLElement} */ (fields(schema, "Fields of the body")));
-    if (own["x-aliases"]) shown.push(others(own["x-aliases"], own["x-refused"], own["x-no-effect"]));
+    shown.push(made("h3", `Body, ${type}`), /** @type {HTMLElement} */ (fields(schema, `Fields of the body of ${route}`)));
+    if (own["x-aliases"]) shown.push(others(own["x-aliases"], own["x-refused"], own["x-no-effect"], route));
   }
   for (const [status, answer] of Object.entries(operation.responses)) {
     if (Number(status) >= 400) continue;
     for (const [type, { schema }] of Object.entries(answer.content)) {
       const event = kinds(schema.properties?.data ?? schema).find((one) => one.contentSchema)?.contentSchema; // of a stream
       const text = event ? `${status}, each event or line of ${type}` : `${status}, ${type}`;
-      shown.push(made("h3", text), /** @type {HTMLElement} */ (fields(event ?? schema, text)));
+      shown.push(made("h3", text), /** @type {HTMLElement} */ (fields(event ?? schema, `${text} of ${route}`)));
     }
   }
   const errors = Object.entries(operation.responses).filter(([status]) => Number(status) >= 400);
-  shown.push(made("h3", "Errors"), table(["Status", "For"], errors.map(([status, { description }]) => [status, description]), "Errors"));
+  shown.push(made("h3", "Errors"), table(["Status", "For"], errors.map(([status, { description }]) => [status, description]), `Errors of ${route}`));
   const [[, first]] = errors;
-  shown.push(/** @type {HTMLElement} */ (fields(first.content["application/json"].schema, "Fields of an error")));
+  shown.push(/** @type {HTMLElement} */ (fields(first.content["application/json"].schema, `Fields of an error of ${route}`)));
   return shown;
 }
 
