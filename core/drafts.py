@@ -37,6 +37,7 @@ from core.types import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+MOST_DRAFTS = 32  # tokens of a step, of all sequences
 SELDOM_FROM = 8  # decodes: a text that did not repeat itself is looked at every second step, beside 16 every third
 FEW_ROWS = 4  # of a draft model's step: they cost what one costs
 TURNED = 0.002  # of a share that is too low to be tried, towards the first one, a step

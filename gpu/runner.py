@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from core.drafts import DraftModel
+from core.drafts import MOST_DRAFTS, DraftModel
 from core.errors import ExitCode, StartupError
 from core.plan import BoolArray, DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
 from gpu.adapters import LoadedAdapter, load_adapter
@@ -43,7 +43,6 @@ from gpu.tune import Measured, Tuning, find_recorder
 logger = logging.getLogger(__name__)
 
 CHECKED_ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 130)  # of a step
-MOST_DRAFTS = 32  # tokens of a step
 NOT_FINITE = "The model computed values that are not finite numbers."
 # Of weights, for timing matmuls: more than a last-level cache keeps between rounds, no more than is read in 0.1 s.
 MIN_PROBE_BYTES, MAX_PROBE_BYTES = 80 * 1024**2, 512 * 1024**2

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
+from core.drafts import MOST_DRAFTS
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.incident import Explanation, Machine, Outside, explain
 from core.plan import RunnerLimits, SequenceStart
@@ -30,7 +31,7 @@ from server.wire import sse
 
 T = TypeVar("T")
 
-VOCAB_SIZE, MOST_DRAFTS = 1000, 32  # tokens; of a step, as gpu/runner.py takes
+VOCAB_SIZE = 1000
 MOST_ANSWER_TOKENS, MOST_PROMPT_TOKENS = 2048, 32_768  # of all requests: both runs take a second or two
 SHARED = 3 / 4  # of each prompt is the same text
 WRONG_EVERY = 12  # of this many tokens that a request predicts of its answer, one is wrong
