@@ -33,6 +33,7 @@ from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, connect
 from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault, WholeAnswer
 from server.upstream.settings import ModelSettings, UpstreamSettings
+from server.wire.tls import no_password
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ BLOCK_TOKENS = 64  # likewise, of tokens
 MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
 MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
 JSON = ((b"content-type", b"application/json"),)
+PROTOCOLS = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
 
@@ -285,8 +287,7 @@ class Pool:
     def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
         self.settings = settings
         self._loop = loop
-        self._protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[settings.protocol]
-        self._tls = _tls(settings, self._protocols)
+        self._protocols = PROTOCOLS[settings.protocol]
         self._waiting: list[Slot] = []  # in order of arrival
         self._num_active: dict[str, int] = {}  # by tenant
         self._retries = float(MAX_RETRIES)
@@ -303,18 +304,21 @@ class Pool:
         return is_alike and settings.has_tls == self.settings.has_tls
 
     def take(self, settings: ModelSettings) -> None:
-        """Take the upstreams and the key of an entry that `can_take`. An upstream that is gone ends with its requests.
+        """Take the upstreams, the key and the TLS files of an entry that `can_take`, for new connections.
+
+        An upstream that is gone ends with its requests.
 
         Raises:
-            StartupError: the key cannot be read.
+            StartupError: a file cannot be used.
         """
-        key = settings.api_key()
+        key, tls = settings.api_key(), tls_towards(settings)
         self._fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
         known = {one.url: one for one in self.upstreams}
         self.settings = settings
-        self.upstreams = tuple(known.get(one.url) or self._upstream(one) for one in settings.upstreams)
+        self.upstreams = tuple(known.get(one.url) or self._upstream(one, tls) for one in settings.upstreams)
         for one, at in zip(self.upstreams, settings.upstreams, strict=True):
             one.settings = at
+            one.address = one.address._replace(tls=one.address.tls and tls)
         self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
         self._version_weights: dict[str | None, int] = {}
         for at in settings.upstreams:
@@ -322,9 +326,9 @@ class Pool:
         if self._watches is not None:
             self.start()
 
-    def _upstream(self, settings: UpstreamSettings) -> Upstream:
-        tls = self._tls if settings.url.startswith("https:") else None
-        return Upstream(settings, address_of(settings.url, tls, self._protocols))
+    def _upstream(self, settings: UpstreamSettings, tls: ssl.SSLContext | None) -> Upstream:
+        is_tls = settings.url.startswith("https:")
+        return Upstream(settings, address_of(settings.url, tls if is_tls else None, self._protocols))
 
     @property
     def num_running(self) -> int:
@@ -593,15 +597,16 @@ class Pool:
         return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
 
 
-def _tls(model: ModelSettings, protocols: Sequence[bytes]) -> ssl.SSLContext | None:
+def tls_towards(model: ModelSettings) -> ssl.SSLContext | None:
+    """By the files as they are now; None: no upstream has TLS. Raises StartupError: a file cannot be used."""
     if not model.has_tls:
         return None
     try:
         context = ssl.create_default_context(cafile=model.tls_ca)
         if model.tls_cert is not None:
-            context.load_cert_chain(model.tls_cert, model.tls_key)
-    except OSError as error:
-        cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
+            context.load_cert_chain(model.tls_cert, model.tls_key, no_password)
+    except (OSError, ValueError) as error:
+        cause = f"the TLS files of the model {model.name} cannot be used: {getattr(error, 'strerror', None) or error}"
         raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
-    context.set_alpn_protocols([one.decode() for one in protocols])
+    context.set_alpn_protocols([one.decode() for one in PROTOCOLS[model.protocol]])
     return context

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import random
+import subprocess
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -470,6 +471,35 @@ async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(
                 assert (answer.status, code) == expected
             (connection,) = front.server._pools[0].upstreams[0].connections
             assert connection.http.is_multiplexed
+
+
+async def test_a_reload_reads_the_tls_files_again_or_all_stays_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make_certificate(tmp_path / "new")
+    mine = make_certificate(tmp_path / "ours")
+    encrypt = ["openssl", "ec", "-aes128", "-passout", "pass:x", "-in", mine[1]]
+    encrypted = subprocess.run(encrypt, check=True, capture_output=True).stdout
+    given = {"tls_ca": mine[0], "tls_cert": mine[0], "tls_key": mine[1]}
+    async with serving(tls_cert=files[0], tls_key=files[1]) as upstream:
+        url = url_of(upstream, "https").replace("127.0.0.1", "localhost")
+        entry = model(url, **{name: str(path) for name, path in given.items()})
+        async with serving(no_engine, models=(entry,)) as front:
+            (there,) = front.server._pools[0].upstreams
+            assert "self-signed" in there.why_out
+            ca = files[0].read_bytes()
+            for bad, contents in (("tls_ca", b"no"), ("tls_key", files[1].read_bytes()), ("tls_key", encrypted)):
+                good = given[bad].read_bytes()
+                given[bad].write_bytes(contents)
+                caplog.clear()
+                reloaded(front.server, entry)
+                assert "the models stay as they were" in caplog.text
+                given[bad].write_bytes(good)
+            assert "the key is encrypted" in caplog.text
+            mine[0].write_bytes(mine[0].read_bytes() + ca)
+            reloaded(front.server, entry)
+            await wait_until(lambda: there.is_healthy)
+            assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
 
 
 def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
