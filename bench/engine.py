@@ -27,7 +27,8 @@ from bench.kit import Flag, Found, bench
 from bench.limits import CPU, ModelWork, Speed, decode_limit_s, limit_tables, measure_limits, prefill_limit_s, work_of
 from bench.make_model import draw_tensor
 from bench.results import Cell, Plot, Table, table_of
-from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
+from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
+from core.config_json import parse_model_config
 from core.engine import Engine
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler

@@ -26,7 +26,7 @@ from bench.gpu_run import (
 from bench.kit import free_port, null_server_command, running
 from bench.limits import serving_limit_tokens_per_s
 from bench.load import LoadConfig, LoadResult, run_load, run_on_fast_loop
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from gpu.device import choose_device, free_memory_bytes
 from gpu.memory_plan import plan_memory
 

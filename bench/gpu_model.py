@@ -43,7 +43,8 @@ from bench.gpu_run import (
 from bench.limits import ModelWork, count_work, decode_limit_s, prefill_limit_s
 from bench.make_model import PRESETS, tensor_shapes
 from bench.results import Cell
-from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.config_json import parse_model_config
 from core.errors import StartupError
 from core.plan import SequenceStart
 from gpu.device import DeviceChoice

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench.kit import Flag, Found, bench
 from bench.results import Cell, Table, table_of
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DTYPES, MIN_PROBE_BYTES, num_physical_cores, probe_bytes
 from gpu.linear import can_pack

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from core.gguf import BLOCKS
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.parameters import EMBEDDING, HEAD, empty_weights, interleave_halves

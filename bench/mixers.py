@@ -22,7 +22,7 @@ from bench.load import CannotRun
 from bench.make_model import GRANITE4_H_1B
 from bench.results import Cell, table_of
 from bench.speculative import interval
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from gpu.parameters import RecurrentWeights
 from gpu.recurrence import Recurrence, RecurrentRows, Run, States, make_recurrence
 

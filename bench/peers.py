@@ -88,7 +88,7 @@ def find_server(
         threads: compute threads; None: each server's own choice, and all physical cores for llama.cpp.
         scratch: where the model is written anew for a server that needs another format.
         mix: the quantised file of MIXES that all read; None: the directory, or the same numbers as bfloat16.
-        slots: llama.cpp's, each of which keeps its last prompt: one stream attends to all of them, masked.
+        slots: llama.cpp's: no more than it is asked for at once.
 
     Raises:
         Missing: it is not installed, or cannot read this model.

@@ -45,6 +45,19 @@ def positive_float(config: Mapping[str, Any], name: str, default: float | None =
     return float(value)
 
 
+def optional_float(config: Mapping[str, Any], name: str) -> float | None:
+    return None if config.get(name) is None else positive_float(config, name)
+
+
+def floats(config: Mapping[str, Any], name: str, length: int) -> tuple[float, ...]:
+    """Ones, where the field is not set."""
+    listed = config.get(name)
+    listed = [1.0] * length if listed is None else listed
+    if not isinstance(listed, list | tuple) or len(listed) != length:
+        raise bad_field(f"{name}={listed!r} is not a list of {length} numbers.")
+    return tuple(positive_float({name: one}, name) for one in listed)
+
+
 def token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """One id, a list of them, or none."""
     value = config.get(name)

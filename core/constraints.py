@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import combinations, zip_longest
 from typing import Any
 from urllib.parse import quote, unquote
@@ -18,14 +19,14 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from core.errors import InvalidRequest
-from core.shortest_answer import MOST_CHARACTERS, shortest_answer
+from core.shortest_answer import MAX_STEPS, MOST_CHARACTERS, shortest_answer
 
 MAX_SOURCE_BYTES = 512 * 1024
 MAX_DEPTH = 64
 MAX_CHOICES = 4096
 # The grammar library recurses as deep as schemas and grammars go, and its stack is not guarded: 1,000 references or
 # 3,000 rules, each in the next, end the process
-MAX_FOLLOWED = 100_000
+MAX_FOLLOWED = 200_000  # of a request's schemas together: 0.2 s
 MAX_TOTAL_DEPTH = 256  # references followed
 # It compares each of these with each: 1,000 patternProperties, or 32 patterns that hold together, take minutes
 MAX_PATTERN_PROPERTIES = 64
@@ -178,8 +179,33 @@ _UNFOLLOWED = frozenset({"$defs", "definitions", "enum", "const", "default", "ex
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-def json_schema(schema: object, param: str) -> GrammarSpec:
+@dataclass(slots=True)
+class Allowance:
+    """What the checks of a request's schemas may still take, together: 128 tools take no longer than one.
+
+    Args:
+        num_parts: that references lead to.
+        num_steps: to find the shortest answers; what takes more is not judged.
+        num_bytes: of objects whose optional properties are counted: they are written out.
     """
+
+    num_parts: int = MAX_FOLLOWED
+    num_steps: int = MAX_STEPS
+    num_bytes: int = MAX_SOURCE_BYTES
+
+    def write(self, num_bytes: int, param: str) -> None:
+        """Raises InvalidRequest: there is less."""
+        self.num_bytes -= num_bytes
+        if self.num_bytes < 0:
+            size = f"{MAX_SOURCE_BYTES // 1024} KiB"
+            raise InvalidRequest(f"{param} is larger than {size}, written out with the schemas before it.", param)
+
+
+def json_schema(schema: object, param: str, allowance: Allowance | None = None) -> GrammarSpec:
+    """
+    Args:
+        allowance: of the request, where it may have several.
+
     Raises:
         InvalidRequest: it is no schema, is too large or too deep, or has a keyword that cannot be enforced.
     """
@@ -187,7 +213,8 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} must be a JSON schema: an object.", param)
-    check_depth(schema, param)
+    allowance = allowance or Allowance()
+    check_depth(schema, param, allowance)
     for path, keyword, value in keywords_of(schema, param):
         _check_numbers(path, keyword, value, param)
         is_known = keyword in ANNOTATIONS | ENFORCED or (keyword == "uniqueItems" and value is False)
@@ -204,8 +231,8 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
                 _check_repeats(pattern, f"{path}.patternProperties", param)
         if keyword == "format" and not (isinstance(value, str) and value in FORMATS):
             raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
-    check_answerable(schema, param)
-    source = msgspec.json.encode(_as_held(schema, _Room(param))).decode()  # json's holds the GIL ten times as long
+    check_answerable(schema, param, allowance)
+    source = msgspec.json.encode(_as_held(schema, param, allowance)).decode()  # json's holds the GIL ten times as long
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
@@ -436,7 +463,7 @@ def endless(rules: Mapping[str, Sequence[str]]) -> list[str]:
     return [name for name in rules if name not in ended]
 
 
-def check_depth(schema: Any, param: str) -> None:
+def check_depth(schema: Any, param: str, allowance: Allowance) -> None:
     """
     Raises:
         InvalidRequest: the schema is too deep, references followed, or has too much that is compared with one another.
@@ -460,19 +487,18 @@ def check_depth(schema: Any, param: str) -> None:
         message = f"{param} has more than {MAX_INTERSECTED} schemas in allOf, or with a pattern beside $ref."
         raise InvalidRequest(message, param)
     seen: dict[str, int] = {}  # the level at which a reference was followed last
-    num_followed = 0
 
     def follow(one: Any, level: int, are_names: bool = False) -> None:
         """
         Args:
             are_names: the keys are names that the schema gives, no keywords.
         """
-        nonlocal num_followed
-        num_followed += 1
+        allowance.num_parts -= 1
         if level > MAX_TOTAL_DEPTH:
             raise InvalidRequest(f"{param} is nested deeper than {MAX_TOTAL_DEPTH} levels, references followed.", param)
-        if num_followed > MAX_FOLLOWED:
-            raise InvalidRequest(f"{param} has more than {MAX_FOLLOWED} parts, references followed.", param)
+        if allowance.num_parts < 0:
+            message = f"{param} and the schemas before it have more than {MAX_FOLLOWED} parts, references followed."
+            raise InvalidRequest(message, param)
         if isinstance(one, list):
             for item in one:
                 follow(item, level + 1)
@@ -495,7 +521,7 @@ def check_depth(schema: Any, param: str) -> None:
     follow(schema, 0)
 
 
-def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHARACTERS) -> None:
+def check_answerable(schema: Any, param: str, allowance: Allowance, most_characters: float = MOST_CHARACTERS) -> None:
     """
     Args:
         schema: of bounded depth, its references within itself.
@@ -504,7 +530,9 @@ def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHAR
     Raises:
         InvalidRequest: the schema contradicts itself, or its shortest answer is longer.
     """
-    found = shortest_answer(schema, param, lambda pointer: _target(schema, pointer, param), most_characters)
+    target = partial(_target, schema, param=param)
+    found = shortest_answer(schema, param, target, most_characters, allowance.num_steps)
+    allowance.num_steps -= found.num_steps
     if found.num_characters == math.inf:
         raise InvalidRequest(f"{found.path} cannot be satisfied: {found.why}. Correct the schema.", param)
     if found.num_characters > most_characters:
@@ -606,7 +634,7 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
     properties, required = schema.get("properties", {}), set(schema.get("required", ()))
-    if isinstance(properties, dict) and len(properties) - len(required) > MAX_OPTIONAL:
+    if isinstance(properties, dict) and len(properties.keys() - required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
     if isinstance(properties, dict) and _counts_optional(schema):
         known = {"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"}
@@ -626,23 +654,9 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
 
 
 def _bounded(spec: GrammarSpec) -> GrammarSpec:
-    _Room(spec.param).take(len(spec.source.encode()))
+    if len(spec.source.encode()) > MAX_SOURCE_BYTES:
+        raise InvalidRequest(f"{spec.param} is larger than {MAX_SOURCE_BYTES // 1024} KiB.", spec.param)
     return spec
-
-
-@dataclass(slots=True)
-class _Room:
-    """What a source may still grow by: objects whose optional properties are counted are written out."""
-
-    param: str
-    num_bytes: int = MAX_SOURCE_BYTES
-
-    def take(self, num_bytes: int) -> None:
-        """Raises InvalidRequest: there is less."""
-        self.num_bytes -= num_bytes
-        if self.num_bytes < 0:
-            message = f"{self.param} is larger than {MAX_SOURCE_BYTES // 1024} KiB, written out."
-            raise InvalidRequest(message, self.param)
 
 
 def _escaped(text: str) -> str:
@@ -683,7 +697,7 @@ def keywords_of(schema: Any, path: str, depth: int = 0, param: str = "") -> Iter
             yield from keywords_of(value, at, depth + 1, param)
 
 
-def _as_held(schema: Any, room: _Room) -> Any:
+def _as_held(schema: Any, param: str, allowance: Allowance) -> Any:
     """The schema in the library's keywords: without annotations, each format as what it is held by.
 
     Annotations may be long, and answers that differ in nothing else share a grammar.
@@ -705,11 +719,11 @@ def _as_held(schema: Any, room: _Room) -> Any:
         made["patternProperties"] = {_as_read(name): one for name, one in made["patternProperties"].items()}
     for keyword, value in made.items():
         if keyword in _SCHEMAS_BY_NAME:
-            made[keyword] = {name: _as_held(one, room) for name, one in value.items()}
+            made[keyword] = {name: _as_held(one, param, allowance) for name, one in value.items()}
         elif keyword in _SCHEMA_LISTS:
-            made[keyword] = [_as_held(one, room) for one in value]
+            made[keyword] = [_as_held(one, param, allowance) for one in value]
         elif keyword in _SCHEMAS:
-            made[keyword] = _as_held(value, room)
+            made[keyword] = _as_held(value, param, allowance)
     if _are_apart(made.get("oneOf", ())) and "anyOf" not in made:
         made["anyOf"] = made.pop("oneOf")
     if "format" in made:
@@ -719,7 +733,7 @@ def _as_held(schema: Any, room: _Room) -> Any:
         else:
             made["pattern"] = pattern
     if _counts_optional(made):
-        made = {"anyOf": list(_subsets(made, room))}
+        made = {"anyOf": list(_subsets(made, param, allowance))}
     if made.pop("nullable", False) and isinstance(made.get("type"), str):
         made["type"] = [made["type"], "null"]
     return made
@@ -742,7 +756,7 @@ def _counts_optional(schema: Mapping[str, Any]) -> bool:
     return num_optional > 0 and ("maxProperties" in schema or schema.get("minProperties", 0) > 1)
 
 
-def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, Any]]:
+def _subsets(schema: Mapping[str, Any], param: str, allowance: Allowance) -> Iterator[Mapping[str, Any]]:
     """The same object with each choice of its optional properties."""
     required, properties = set(schema.get("required", ())), schema["properties"]
     sizes = {name: 2 * len(name) + len(json_text(one)) for name, one in properties.items()}
@@ -753,5 +767,5 @@ def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, An
             for chosen in combinations(optional, count):
                 names = [name for name in properties if name in required or name in chosen]
                 kept = {keyword: schema[keyword] for keyword in ("type", "additionalProperties")}
-                room.take(len(json_text(kept)) + sum(sizes[name] for name in names))
+                allowance.write(len(json_text(kept)) + sum(sizes[name] for name in names), param)
                 yield {**kept, "properties": {name: properties[name] for name in names}, "required": names}

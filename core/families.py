@@ -141,6 +141,9 @@ _NORMS_AROUND = (
     "post_feedforward_layernorm",
 )
 _POST_NORMS_ALONE = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_OLMO: dict[str, Any] = {"biases": _ATTENTION_BIAS, "qk_norm": "all", "norms": _POST_NORMS_ALONE}
+_QWEN3: dict[str, Any] = {"biases": _ATTENTION_BIAS, "qk_norm": "head"}
+_GEMMAS: dict[str, Any] = {"biases": _ATTENTION_BIAS, "has_norm_offset": True, "has_scaled_embedding": True}
 _GELU_TANH = ("gelu", "gelu_pytorch_tanh", None)  # Gemma's first files say gelu and mean its approximation
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
@@ -185,6 +188,13 @@ _DEEPSEEK_DEFAULTS = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+_LATENT: dict[str, Any] = {"has_latent": True, "are_pairs_adjacent": True}
+_ERNIE_DEFAULTS = {
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
 }
 _LFM2_DEFAULTS = {
     "num_key_value_heads": 8,
@@ -236,7 +246,7 @@ _DELTA: dict[str, Any] = {
     "has_mrope": True,
     "recurrence": "linear_attention",
 }
-_DELTA_EXPERTS = ExpertFields(shared_width="shared_expert_intermediate_size", has_shared_gate=True)
+_GATED_EXPERTS = ExpertFields(shared_width="shared_expert_intermediate_size", has_shared_gate=True)
 _NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)  # the second as transformers 5 writes it
 _MAMBA_DEFAULTS = {
     "mamba_n_heads": 128,
@@ -267,10 +277,7 @@ _GRANITE4 = Family(
     biases=_ATTENTION_BIAS,
     neutral=_MAMBA_NEUTRAL,
     has_fused_gate_up=True,
-    renamed=(
-        ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
-        ("mlp.down_proj.", "shared_mlp.output_linear."),
-    ),
+    renamed=(("mlp.gate_up_proj.", "shared_mlp.input_linear."), ("mlp.down_proj.", "shared_mlp.output_linear.")),
     experts=ExpertFields(
         count=("num_local_experts",),
         width="intermediate_size",
@@ -295,9 +302,8 @@ FAMILIES = (
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         defaults={"head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-        biases=_ATTENTION_BIAS,
-        qk_norm="head",
         windows="late",
+        **_QWEN3,
     ),
     Family(
         architecture="Qwen2_5_VLTextModel",
@@ -318,9 +324,8 @@ FAMILIES = (
         architecture="Qwen3VLTextModel",
         model_type="qwen3_vl_text",
         defaults={"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
-        biases=_ATTENTION_BIAS,
-        qk_norm="head",
         has_mrope=True,
+        **_QWEN3,
     ),
     Family(
         architecture="Qwen3VLMoeTextModel",
@@ -334,10 +339,9 @@ FAMILIES = (
             "moe_intermediate_size": 1408,
             "decoder_sparse_step": 1,
         },
-        biases=_ATTENTION_BIAS,
-        qk_norm="head",
         has_mrope=True,
         experts=ExpertFields(dense="steps"),
+        **_QWEN3,
     ),
     Family(
         architecture="MistralForCausalLM",
@@ -380,28 +384,16 @@ FAMILIES = (
         windows="unrotated",
     ),
     Family(
-        architecture="GraniteForCausalLM",
-        model_type="granite",
-        defaults={"attention_multiplier": 1.0},
-        biases=_BIASES,
+        architecture="GraniteForCausalLM", model_type="granite", defaults={"attention_multiplier": 1.0}, biases=_BIASES
     ),
-    Family(
-        architecture="Olmo2ForCausalLM",
-        model_type="olmo2",
-        defaults={"rms_norm_eps": 1e-5},
-        biases=_ATTENTION_BIAS,
-        qk_norm="all",
-        norms=_POST_NORMS_ALONE,
-    ),
+    Family(architecture="Olmo2ForCausalLM", model_type="olmo2", defaults={"rms_norm_eps": 1e-5}, **_OLMO),
     Family(
         architecture="Olmo3ForCausalLM",
         model_type="olmo3",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
-        biases=_ATTENTION_BIAS,
-        qk_norm="all",
-        norms=_POST_NORMS_ALONE,
         has_local_rope=True,
         windows="pattern",
+        **_OLMO,
     ),
     Family(
         architecture="ArceeForCausalLM",
@@ -426,14 +418,7 @@ FAMILIES = (
     Family(
         architecture="Ernie4_5ForCausalLM",
         model_type="ernie4_5",
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "tie_word_embeddings": True,
-        },
+        defaults={**_ERNIE_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
         biases={"use_bias": ("qkv", "output", "mlp")},
         are_pairs_adjacent=True,
     ),
@@ -457,11 +442,9 @@ FAMILIES = (
         architecture="GemmaForCausalLM",
         model_type="gemma",
         defaults={"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-        biases=_ATTENTION_BIAS,
         neutral={"hidden_act": _GELU_TANH, "hidden_activation": _GELU_TANH},
-        has_norm_offset=True,
-        has_scaled_embedding=True,
         activation="gelu_pytorch_tanh",
+        **_GEMMAS,
     ),
     Family(
         architecture="Gemma2ForCausalLM",
@@ -473,12 +456,10 @@ FAMILIES = (
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        biases=_ATTENTION_BIAS,
         norms=_NORMS_AROUND,
-        has_norm_offset=True,
-        has_scaled_embedding=True,
         windows="pattern",
         activation_field="hidden_activation",
+        **_GEMMAS,
     ),
     Family(
         architecture="Gemma3ForCausalLM",
@@ -495,15 +476,13 @@ FAMILIES = (
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
         },
-        biases=_ATTENTION_BIAS,
         qk_norm="head",
         norms=_NORMS_AROUND,
-        has_norm_offset=True,
-        has_scaled_embedding=True,
         neutral={"attn_logit_softcapping": (None,)},  # transformers reads it and does not apply it
         has_local_rope=True,
         windows="pattern",
         activation_field="hidden_activation",
+        **_GEMMAS,
     ),
     Family(
         architecture="MixtralForCausalLM",
@@ -530,10 +509,9 @@ FAMILIES = (
             "moe_intermediate_size": 768,
             "decoder_sparse_step": 1,
         },
-        biases=_ATTENTION_BIAS,
-        qk_norm="head",
         windows="switched",
         experts=ExpertFields(normalized="norm_topk_prob", dense="steps"),
+        **_QWEN3,
     ),
     Family(
         architecture="Qwen2MoeForCausalLM",
@@ -548,12 +526,7 @@ FAMILIES = (
             "decoder_sparse_step": 1,
         },
         biases={"qkv_bias": ("qkv",)},
-        experts=ExpertFields(
-            shared_width="shared_expert_intermediate_size",
-            has_shared_gate=True,
-            normalized="norm_topk_prob",
-            dense="steps",
-        ),
+        experts=replace(_GATED_EXPERTS, normalized="norm_topk_prob", dense="steps"),
     ),
     Family(
         architecture="Glm4MoeForCausalLM",
@@ -593,9 +566,8 @@ FAMILIES = (
             "scoring_func": ("softmax", None),
             "topk_method": ("greedy", "group_limited_greedy", None),
         },
-        has_latent=True,
-        are_pairs_adjacent=True,
         experts=replace(_DEEPSEEK_EXPERTS, scoring="softmax", has_choice_bias=False),
+        **_LATENT,
     ),
     Family(
         architecture="DeepseekV3ForCausalLM",
@@ -612,9 +584,8 @@ FAMILIES = (
             "first_k_dense_replace": 3,
         },
         neutral=_DEEPSEEK_NEUTRAL,
-        has_latent=True,
-        are_pairs_adjacent=True,
         experts=_DEEPSEEK_EXPERTS,
+        **_LATENT,
     ),
     Family(
         architecture="Glm4MoeLiteForCausalLM",
@@ -633,19 +604,15 @@ FAMILIES = (
             "first_k_dense_replace": 1,
         },
         neutral=_DEEPSEEK_NEUTRAL,
-        has_latent=True,
-        are_pairs_adjacent=True,
         experts=_DEEPSEEK_EXPERTS,
+        **_LATENT,
     ),
     Family(
         architecture="Ernie4_5_MoeForCausalLM",
         model_type="ernie4_5_moe",
         defaults={
+            **_ERNIE_DEFAULTS,
             "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "tie_word_embeddings": True,
             "moe_num_experts": 64,
             "moe_num_shared_experts": 2,
             "moe_k": 6,
@@ -747,7 +714,7 @@ FAMILIES = (
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
         },
-        experts=replace(_DELTA_EXPERTS, normalized="norm_topk_prob", dense="steps"),
+        experts=replace(_GATED_EXPERTS, normalized="norm_topk_prob", dense="steps"),
         **_DELTA,
     ),
     Family(
@@ -768,7 +735,7 @@ FAMILIES = (
             "num_experts": 256,
             "num_experts_per_tok": 8,
         },
-        experts=_DELTA_EXPERTS,
+        experts=_GATED_EXPERTS,
         **_DELTA,
     ),
     _GRANITE4,
@@ -1084,11 +1051,7 @@ GGUF_FAMILIES = {
     ),
     "gemma": GgufFamily("gemma"),
     "smollm3": GgufFamily("smollm3", are_heads_turned=True),
-    "granite": GgufFamily(
-        "granite",
-        are_heads_turned=True,
-        fields=_GRANITE_FIELDS,
-    ),
+    "granite": GgufFamily("granite", are_heads_turned=True, fields=_GRANITE_FIELDS),
     "granitehybrid": GgufFamily(
         "granitehybrid",
         {**_LLAMA, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
@@ -1105,11 +1068,7 @@ GGUF_FAMILIES = {
     ),
     "falcon-h1": GgufFamily(
         "falcon_h1",
-        _own(
-            {**_LLAMA, **_SPACE},
-            ("mlp.", "feed_forward."),
-            ("post_attention_layernorm", "pre_ff_layernorm"),
-        ),
+        _own({**_LLAMA, **_SPACE}, ("mlp.", "feed_forward."), ("post_attention_layernorm", "pre_ff_layernorm")),
         {**_SPACE_WHOLE, "ffn_norm": "pre_ff_layernorm.weight"},
         fields=_SPACE_FIELDS,
         constants={"mamba_norm_before_gate": False},  # its multipliers are in its matrices
@@ -1125,12 +1084,7 @@ GGUF_FAMILIES = {
             "original_max_position_embeddings": "rope.scaling.original_context_length",
         },
     ),
-    "gemma2": GgufFamily(
-        "gemma2",
-        _GEMMA,
-        fields=_GEMMA_FIELDS,
-        whole_width_layers=46,
-    ),
+    "gemma2": GgufFamily("gemma2", _GEMMA, fields=_GEMMA_FIELDS, whole_width_layers=46),
     "gemma3": GgufFamily(
         "gemma3_text",
         _GEMMA,

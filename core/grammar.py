@@ -26,6 +26,7 @@ from core.constraints import (
     NO_CONTROL,
     NO_END,
     WHITESPACE,
+    Allowance,
     GrammarKind,
     GrammarSpec,
     check_answerable,
@@ -268,9 +269,10 @@ class GrammarCompiler:
             InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits.
         """
         if self.most_tokens is not None:
+            allowance, most_characters = Allowance(), self.most_tokens * self._longest
             for one in (spec, *spec.schemas):
                 if one.kind is GrammarKind.JSON_SCHEMA:
-                    check_answerable(json.loads(one.source), one.param, self.most_tokens * self._longest)
+                    check_answerable(json.loads(one.source), one.param, allowance, most_characters)
         return self._compile_checked(spec)
 
     def _compile_checked(self, spec: GrammarSpec) -> Grammar:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_CHARACTERS = 1e300  # of any answer
-MAX_STEPS = 6000  # some 10 ms; a schema that takes more is not judged
+MAX_STEPS = 12_000  # some 30 ms
 _WHOLE, _FRACTION = "integer", "fraction"
 _TYPES: Mapping[str, frozenset[str]] = {
     **{name: frozenset({name}) for name in ("null", "boolean", "string", "array", "object", _WHOLE)},
@@ -40,11 +40,13 @@ class Shortest:
     Args:
         num_characters: of the shortest answer, or fewer; infinite: there is none.
         path, why: where the schema says so.
+        num_steps: that were taken.
     """
 
     num_characters: float
     path: str
     why: str
+    num_steps: int
 
 
 @dataclass(slots=True, eq=False)
@@ -66,29 +68,37 @@ class _Node:
     least: float = math.inf
 
 
-def shortest_answer(root: Any, path: str, target: Callable[[str], Any], most: float = MOST_CHARACTERS) -> Shortest:
+def shortest_answer(
+    root: Any,
+    path: str,
+    target: Callable[[str], Any],
+    most: float = MOST_CHARACTERS,
+    most_steps: int = MAX_STEPS,
+) -> Shortest:
     """
     Args:
         path: of the schema, for what is told.
         target: the schema that a reference points to.
         most: characters; what is told is where it is exceeded.
+        most_steps: a schema that takes more is not judged.
     """
-    search = _Search(target)
+    search = _Search(target, most_steps)
     try:
         node = search.node([(path, root)])
         search.read()
     except (_TooMuch, RecursionError):  # deep values of enum
-        return Shortest(0, path, "")
+        return Shortest(0, path, "", min(search.num_steps, most_steps))
     search.solve()
     return search.place(node, most)
 
 
 class _Search:
-    def __init__(self, target: Callable[[str], Any]) -> None:
+    def __init__(self, target: Callable[[str], Any], most_steps: int) -> None:
         self._target = target
+        self._most_steps = most_steps
         self._nodes: dict[_Key, _Node] = {}
         self._unread: list[_Node] = []
-        self._num_steps = 0
+        self.num_steps = 0
 
     def node(self, parts: _Parts) -> _Node:
         for path, schema in parts:
@@ -142,13 +152,15 @@ class _Search:
         while len(node.ways) == 1:
             excessive = [value for _, value in node.ways[0].values if value.least > most]
             if any(value in seen for value in excessive):
-                return Shortest(num_characters, node.path, "it requires itself within itself, without end")
+                return Shortest(
+                    num_characters, node.path, "it requires itself within itself, without end", self.num_steps
+                )
             if not excessive:
                 break
             node = excessive[0]
             seen.add(node)
         why = "each of its alternatives contradicts itself" if node.ways else node.conflict
-        return Shortest(num_characters, node.path, why)
+        return Shortest(num_characters, node.path, why, self.num_steps)
 
     def _expanded(self, node: _Node) -> Iterator[_Parts]:
         """The schemas of a node without references and combinations: one list for each choice among alternatives."""
@@ -181,8 +193,8 @@ class _Search:
                 yield f"{path}.{keyword}", tuple(alternatives)
 
     def _count(self, steps: int) -> None:
-        self._num_steps += steps
-        if self._num_steps > MAX_STEPS:
+        self.num_steps += steps
+        if self.num_steps > self._most_steps:
             raise _TooMuch
 
     def _ways(self, parts: _Parts) -> Iterator[tuple[float, list[tuple[int, _Node]]]]:

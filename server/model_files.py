@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
-from core.config import (
+from core.config import ModelConfig
+from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX
+from core.config_json import (
     HEADLESS,
-    ModelConfig,
     architecture_of,
     num_scores_of,
     parse_model_config,
@@ -27,7 +28,6 @@ from core.config import (
     stated_fields,
     text_config,
 )
-from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX
 from core.encoders import EncoderConfig, is_encoder, parse_encoder_config
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX

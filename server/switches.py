@@ -18,8 +18,8 @@ from msgspec import Meta
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.incident import Explanation, Machine, Outside, explain
-from core.plan import RunnerLimits
-from core.simulation import CostModel, RequestTrace, Simulation, timed_rows
+from core.plan import RunnerLimits, SequenceStart
+from core.simulation import CostModel, RequestTrace, Simulation, continuation, timed_rows
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams
 from server.app import Exchange, Operation, Route
 from server.gate.identity import Scope
@@ -30,8 +30,10 @@ from server.wire import sse
 
 T = TypeVar("T")
 
+VOCAB_SIZE, MOST_DRAFTS = 1000, 32  # tokens; of a step, as gpu/runner.py takes
 MOST_ANSWER_TOKENS, MOST_PROMPT_TOKENS = 2048, 32_768  # of all requests: both runs take a second or two
 SHARED = 3 / 4  # of each prompt is the same text
+WRONG_EVERY = 12  # of this many tokens that a request predicts of its answer, one is wrong
 
 
 class Switch(enum.StrEnum):
@@ -40,6 +42,7 @@ class Switch(enum.StrEnum):
     CONTINUOUS_BATCHING = "continuous_batching"  # off: a batch ends before the next one begins
     CHUNKED_PREFILL = "chunked_prefill"  # off: prompts are computed as fast as they fit, whatever others wait
     PREFIX_CACHE = "prefix_cache"  # off: no request finds what another has computed
+    SPECULATION = "speculation"  # off: a step brings a sequence one token
     SECOND_REPLICA = "second_replica"  # off: one server has all requests
     CANCEL = "cancel"  # every second client leaves after a while
     SLOW_CLIENT = "slow_client"  # every second client reads nothing for as long, after a while
@@ -106,12 +109,15 @@ def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outco
         max_sequences=numbers.num_slots,
         max_batch_tokens=2048 + numbers.num_slots,
         max_model_len=numbers.prompt_tokens + numbers.answer_tokens,
-        vocab_size=1000,
+        vocab_size=VOCAB_SIZE,
+        max_drafts=MOST_DRAFTS if is_on and switch is Switch.SPECULATION else 0,
         timed_rows=timed_rows(lambda work: cost.fixed_s + cost.token_s * (work.prompt_tokens + work.own_tokens)),
     )
     whole_prompts = switch is Switch.CHUNKED_PREFILL and not is_on
     one_batch = switch is Switch.CONTINUOUS_BATCHING and not is_on
-    requests = [_request(numbers, i, is_on and switch is Switch.PREFIX_CACHE) for i in range(numbers.num_requests)]
+    requests = [
+        _request(numbers, i, limits, is_on and switch is Switch.PREFIX_CACHE) for i in range(numbers.num_requests)
+    ]
     num_replicas = 2 if is_on and switch is Switch.SECOND_REPLICA else 1
     simulations = [
         Simulation(
@@ -129,12 +135,19 @@ def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outco
     return _outcome(numbers, traces, sum(one.scheduler.stats().num_steps for one in simulations))
 
 
-def _request(numbers: Numbers, index: int, shares: bool) -> Request:
+def _request(numbers: Numbers, index: int, limits: RunnerLimits, shares: bool) -> Request:
     num_shared = int(SHARED * numbers.prompt_tokens)
+    prompt = tuple((7 * i + (i >= num_shared) * 101 * index) % VOCAB_SIZE for i in range(numbers.prompt_tokens))
+    sampling = SamplingParams(max_tokens=max(1, numbers.answer_tokens * (1 + index % 4) // 4), seed=index)
+    predicted: tuple[int, ...] = ()
+    if limits.max_drafts:
+        answer = continuation(SequenceStart(0, prompt, len(prompt), sampling, index, ()), limits)
+        predicted = tuple((one + (i % WRONG_EVERY == 0)) % VOCAB_SIZE for i, one in enumerate(answer, 1))
     return Request(
         request_id=str(index),
-        prompt_ids=tuple((7 * i + (i >= num_shared) * 101 * index) % 1000 for i in range(numbers.prompt_tokens)),
-        sampling=SamplingParams(max_tokens=max(1, numbers.answer_tokens * (1 + index % 4) // 4), seed=index),
+        prompt_ids=prompt,
+        sampling=sampling,
+        prediction_ids=predicted,
         arrival_s=index * numbers.gap_ms / 1e3,
         cache_salt="" if shares else str(index),
     )

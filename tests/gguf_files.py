@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from core.config import parse_model_config, text_config
+from core.config_json import parse_model_config, text_config
 from core.gguf import BLOCKS, GgufFile, parse_gguf
 from gpu.checkpoint import OTHER_TOWERS, text_name
 

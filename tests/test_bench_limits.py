@@ -22,7 +22,8 @@ from bench.limits import (
 )
 from bench.make_model import MOE_1B, QWEN2_05B, make_model, num_parameters, tensor_shapes
 from bench.results import read_result
-from core.config import EngineConfig, parse_model_config
+from core.config import EngineConfig
+from core.config_json import parse_model_config
 from gpu.device import num_physical_cores
 from gpu.loading import load_runner
 from tests.packed_files import save_pair

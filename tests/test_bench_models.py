@@ -21,7 +21,8 @@ from bench.make_model import (
     num_parameters,
     tensor_shapes,
 )
-from core.config import EngineConfig, parse_model_config
+from core.config import EngineConfig
+from core.config_json import parse_model_config
 from gpu.loading import load_runner
 from server.model_files import read_model_files
 from tests.gpu.driver import Driver

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from core import constraints
-from core.constraints import ANY_OBJECT, GrammarSpec, Tag
+from core.constraints import ANY_OBJECT, Allowance, GrammarSpec, Tag
 from core.errors import InvalidRequest
 from server.api.decoding import parse_object, shaped
 
@@ -154,12 +154,12 @@ def _of_format(response_format: ResponseFormat, param: str) -> GrammarSpec:
     return _schema(response_format.schema, f"{param}.schema")
 
 
-def _schema(schema: Any, param: str) -> GrammarSpec:
+def _schema(schema: Any, param: str, allowance: Allowance | None = None) -> GrammarSpec:
     if schema is None:
         raise InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
     if isinstance(schema, str):
         schema = _read(schema, param)
-    return constraints.json_schema(schema, param)
+    return constraints.json_schema(schema, param, allowance)
 
 
 def _read(text: str, param: str) -> dict[str, Any]:
@@ -175,10 +175,10 @@ def _tagged(value: Any, param: str) -> GrammarSpec:
         asked = shaped(_read(value, param) if isinstance(value, str) else value, StructuralTag)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{param} is no structural tag that can be held: {error}.", param) from None
-    form = asked.format
+    form, allowance = asked.format, Allowance()
     if form is None:
         tags = [
-            Tag(one.begin, _schema(one.schema, f"{param}.structures[{i}].schema"), one.end)
+            Tag(one.begin, _schema(one.schema, f"{param}.structures[{i}].schema", allowance), one.end)
             for i, one in enumerate(asked.structures)
         ]
         return constraints.tagged_text(asked.triggers, tags, param)
@@ -189,9 +189,8 @@ def _tagged(value: Any, param: str) -> GrammarSpec:
             raise InvalidRequest(f"{at} is missing.", at, "missing_required_parameter")
         content = one.content
         is_text = content.type == "const_string"
-        tags.append(
-            Tag(one.begin, content.value if is_text else _schema(content.json_schema, f"{at}.json_schema"), one.end)
-        )
+        held = content.value if is_text else _schema(content.json_schema, f"{at}.json_schema", allowance)
+        tags.append(Tag(one.begin, held, one.end))
     return constraints.tagged_text(form.triggers, tags, param, form.at_least_one, form.stop_after_first)
 
 

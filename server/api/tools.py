@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import AnswerParser
-from core.constraints import GrammarKind, GrammarSpec, check_answerable, check_depth, json_schema
+from core.constraints import Allowance, GrammarKind, GrammarSpec, check_answerable, check_depth, json_schema
 from core.errors import InvalidRequest
 from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
@@ -158,6 +158,7 @@ def tool_wishes(
         raise InvalidRequest(f"{param} must have at most {MAX_TOOLS} entries.", param)
     by_name: dict[str, Function] = {}
     held: dict[str, GrammarSpec] = {}
+    allowance = Allowance()
     for i, one in enumerate(functions):
         param = where.format(i)
         if _NAME.fullmatch(one.name) is None:
@@ -168,11 +169,12 @@ def tool_wishes(
         place = f"{param}.{parameters}"
         if one.parameters is not None and one.parameters.get("type", "object") != "object":
             raise InvalidRequest(f'{place} must have "type": "object".', place)
-        check_depth(one.parameters, place)
+        check_depth(one.parameters, place, allowance)
         _check_schema(one.parameters or {}, place)
         if one.strict:
-            held[one.name] = json_schema(_parameters(one), place)
-        check_answerable(_parameters(one), place)
+            held[one.name] = json_schema(_parameters(one), place, allowance)
+        else:
+            check_answerable(_parameters(one), place, allowance)
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
     if mode == "none":

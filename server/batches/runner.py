@@ -215,7 +215,7 @@ class Batches:
         Raises:
             ServiceError: see Store.add_batch.
         """
-        await self.offload(lambda: self.store.add_batch(batch, most_unfinished))
+        await self.offload(lambda: self.store.add_batch(batch, most_unfinished, self.limits.quota))
         self._spawn(self._begin(batch))
 
     async def find(self, tenant: str, batch_id: str) -> Batch:

@@ -235,15 +235,7 @@ class Store:
         Raises:
             ServiceError: the tenant's quota is full, or the disk.
         """
-        num, size = self._database.execute(
-            "SELECT count(*), coalesce(sum(bytes), 0) FROM files WHERE tenant = ?", (file.tenant,)
-        ).fetchone()
-        if num >= quota.files or size + file.bytes > quota.bytes:
-            message = (
-                f"You have {num:,} files of at most {quota.files:,}, and {size:,} bytes of at most {quota.bytes:,}."
-                " Delete some that you no longer need."
-            )
-            raise ServiceError(ErrorKind.RATE_LIMITED, message, "files_quota_exceeded", "file")
+        self._check_room(file.tenant, quota, 1, file.bytes)
         try:
             self._write(file, [content])
             with transaction(self._database):
@@ -252,6 +244,18 @@ class Store:
             self.path_of(file).unlink(missing_ok=True)
             message = f"The server cannot store the file: {getattr(error, 'strerror', None) or error}. Try again later."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "files_unavailable") from error
+
+    def _check_room(self, tenant: str, quota: Quota, num_more: int, more_bytes: int) -> None:
+        """Raises ServiceError."""
+        num, size = self._database.execute(
+            "SELECT count(*), coalesce(sum(bytes), 0) FROM files WHERE tenant = ?", (tenant,)
+        ).fetchone()
+        if num + num_more > quota.files or size + more_bytes > quota.bytes:
+            message = (
+                f"You have {num:,} files of at most {quota.files:,}, and {size:,} bytes of at most {quota.bytes:,}."
+                " Delete some that you no longer need."
+            )
+            raise ServiceError(ErrorKind.RATE_LIMITED, message, "files_quota_exceeded", "file")
 
     def _write(self, file: File, pieces: Iterable[bytes | memoryview]) -> None:
         with open(self.path_of(file), "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
@@ -319,15 +323,17 @@ class Store:
 
     # Batches.
 
-    def add_batch(self, batch: Batch, most_unfinished: int) -> None:
+    def add_batch(self, batch: Batch, most_unfinished: int, quota: Quota) -> None:
         """
         Raises:
-            ServiceError: the tenant has too many.
+            ServiceError: the tenant has too many, or its files are more than the quota already: those that batches
+                write are not refused.
         """
         if sum(one.tenant == batch.tenant for one in self.unfinished()) >= most_unfinished:
             message = f"You have {most_unfinished} batches that are not over. Wait for one of them, or cancel one."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "too_many_batches")
         self.file(batch.tenant, batch.input_file_id, "input_file_id")
+        self._check_room(batch.tenant, quota, 0, 0)
         values = batch.id, batch.tenant, False, _pack(batch)
         self._database.execute("INSERT INTO batches VALUES (?, ?, ?, ?)", values)
 

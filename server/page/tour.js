@@ -160,6 +160,7 @@ const SWITCHES = {
   continuous_batching: ["Continuous batching", "Without it, a batch ends before the next one begins. With it, a request takes the place of the one that has just ended."],
   chunked_prefill: ["Chunked prefill", "Without it, prompts are computed as fast as they fit, and who is decoding waits. With it, they are cut so that nobody's next token comes much later, and first tokens come later."],
   prefix_cache: ["Prefix cache", "Three quarters of each prompt are the same text. With it, they are computed once."],
+  speculation: ["Speculation", "Each request predicts its answer, with every twelfth token wrong. With it, a step verifies several predicted tokens of a request at once where that pays; the answers are the same."],
   second_replica: ["A second replica", "With it, every second request goes to another server of the same speed."],
   cancel: ["Clients who leave", "With it, every second client leaves after a while. What they held is free at once; the measures are those of the others."],
   slow_client: ["Clients who read slowly", "With it, every second client stops reading after a while, for as long. Their requests pause; the measures are those of the others."],

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from core.config import LayerConfig, RopeConfig, parse_model_config, stated_context
+from core.config import LayerConfig, RopeConfig
+from core.config_json import parse_model_config, stated_context
 from core.errors import BadCheckpoint, UnsupportedModel
 
 LLAMA: dict[str, Any] = {

@@ -301,6 +301,7 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
         ({"required": ["a", "a"], "minProperties": 2}, "response_format.minProperties is more than what is required"),
         ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
+        ({**optional(481), "required": [f"b{i}" for i in range(9)]}, "has more than 480 optional properties"),
         ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
         ({"const": [[10**30]]}, "response_format.const is beyond 2**53"),
         (_listed({"type": "string", "minLength": 5, "pattern": "^a{1,3}$"}), f"{ITEMS} fits its minLength and pattern"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import EngineConfig, parse_model_config
+from core.config import EngineConfig
+from core.config_json import parse_model_config
 from gpu.loading import load_runner
 from gpu.parameters import ModelWeights
 from gpu.runner import ModelRunner

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from core.errors import BadAdapter
 from core.types import Adapter, Request, SamplingParams
 from gpu import tune

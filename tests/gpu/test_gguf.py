@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config import ModelConfig, RopeConfig, parse_model_config
+from core.config import ModelConfig, RopeConfig
+from core.config_json import parse_model_config
 from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS
 from core.gguf_model import config_of, num_turned_heads

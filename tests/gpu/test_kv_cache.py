@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import EngineConfig, LatentConfig, ModelConfig, parse_model_config
+from core.config import EngineConfig, LatentConfig, ModelConfig
+from core.config_json import parse_model_config
 from core.errors import StartupError
 from gpu.device import DeviceChoice
 from gpu.kv_cache import INT8, KVCache, bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within

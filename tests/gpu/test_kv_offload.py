@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from core.engine import Engine
 from core.errors import ExitCode, StartupError
 from core.kv_cache import BlockCopies

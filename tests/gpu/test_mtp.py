@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from core.drafter import DraftBudget
 from core.drafts import DraftModel, DraftWish
 from core.gguf_model import config_of

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
+from core.config import QUANTIZE_SCHEMES, EngineConfig
+from core.config_json import parse_model_config
 from gpu.blocks import NEEDED_FLAGS, BlockWeight
 from gpu.checkpoint import open_checkpoint
 from gpu.device import cpu_flags

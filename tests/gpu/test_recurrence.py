@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from core.errors import StartupError, UnsupportedModel
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig, parse_model_config
+from core.config import EngineConfig
+from core.config_json import parse_model_config
 from core.errors import BadCheckpoint, NotEnoughMemory
 from core.plan import SequenceStart
 from core.types import SamplingParams, TokenLogprobs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.parameters import ModelWeights, Target
 from gpu.streams import BUFFER_BYTES, StagedCopies, fill_on, pinned_for_good, staged_bytes

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from bench.make_model import PRESETS
-from core.config import EngineConfig, ModelConfig, parse_model_config
+from core.config import EngineConfig, ModelConfig
+from core.config_json import parse_model_config
 from gpu.step_shapes import (
     StepShape,
     StepShapes,

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from core.config import EngineConfig, parse_model_config
+from core.config import EngineConfig
+from core.config_json import parse_model_config
 from core.errors import BadCheckpoint
 from gpu import checkpoint
 from gpu.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint

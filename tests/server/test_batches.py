@@ -13,7 +13,7 @@ import pytest
 
 from core.errors import StartupError
 from server.batches.runner import LINGER_S, MOST_HELD_S, request_id_of
-from server.batches.store import Store
+from server.batches.store import FileLimits, Quota, Store
 from server.config import ServerConfig
 from server.gate.tenants import Limits
 from server.ledger.store import RowState
@@ -269,6 +269,18 @@ def test_a_tenant_has_its_quota_and_sees_its_own(tmp_path: Path) -> None:
             assert len(get(two, "/v1/files")["data"]) <= 4
         assert refusal_of(answer) == (429, "files_quota_exceeded")
         assert one(upload(b"x")).status == 200
+
+
+def test_none_begins_where_others_have_written_more_than_the_quota(served: SimulatedServer) -> None:
+    ask = asker(served)
+    batch = finished(served, begun(ask, line("a")), ask)
+    sizes = [get(ask, f"/v1/files/{batch[name]}")["bytes"] for name in ("input_file_id", "output_file_id")]
+    for spare, expected in ((0, (200, None)), (-1, (429, "files_quota_exceeded"))):
+        served.batches.limits = FileLimits(100_000, Quota(10, sum(sizes) + spare))
+        answer = ask(create(batch["input_file_id"]))
+        assert (answer.status, answer.json.get("error", {}).get("code")) == expected
+        if not spare:
+            sizes.append(get(ask, f"/v1/files/{finished(served, answer.json, ask)['output_file_id']}")["bytes"])
 
 
 def test_without_the_setting_the_routes_name_it(server: SimulatedServer) -> None:

@@ -17,7 +17,7 @@ import regex
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from core import gguf_model
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.gguf import parse_gguf
 from server.model_files import parse_config, read_model_files

@@ -33,6 +33,13 @@ def test_a_prefix_that_is_found_is_not_computed_again() -> None:
     assert on.mean_first_token_ms < off.mean_first_token_ms
 
 
+def test_predicted_tokens_that_are_right_come_in_fewer_steps() -> None:
+    off, on = both(Switch.SPECULATION, num_requests=4)
+    assert on.num_tokens == off.num_tokens
+    assert on.num_steps < 0.75 * off.num_steps
+    assert on.whole_ms < 0.9 * off.whole_ms
+
+
 def test_two_replicas_end_sooner_than_one() -> None:
     off, on = both(Switch.SECOND_REPLICA)
     assert on.whole_ms < off.whole_ms

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
+from core.config import BLOCK_SIZE, EngineConfig
+from core.config_json import parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
 from gpu.kernels.rows import DeviceRows

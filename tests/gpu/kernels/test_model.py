@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
 from gpu.kernels.operators import TritonOperators

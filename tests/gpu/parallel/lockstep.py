@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.config import EngineConfig, parse_model_config
+from core.config import EngineConfig
+from core.config_json import parse_model_config
 from core.plan import Int32Array, StepOutput, StepPlan
 from gpu.loading import load_planned
 from gpu.parallel.ranks import Ranks

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import EngineConfig, parse_model_config
+from core.config import EngineConfig
+from core.config_json import parse_model_config
 from core.errors import DeviceUnavailable
 from gpu.device import DeviceChoice
 from gpu.memory_plan import estimate

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.config import parse_model_config
+from core.config_json import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Int32Array, StepOutput
 from gpu.parallel.processes import Followers, Job, Step

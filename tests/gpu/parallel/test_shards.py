@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import EngineConfig, ExpertsConfig, parse_model_config
+from core.config import EngineConfig, ExpertsConfig
+from core.config_json import parse_model_config
 from core.errors import StartupError
 from core.plan import PromptTargets
 from core.prequantized import Fp8Config, PackedConfig

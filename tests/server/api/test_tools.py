@@ -1,6 +1,9 @@
 """Functions in chat: what the prompt shows, what may be called, and calls as the SDK reads them."""
 
+import contextlib
 import json
+import sys
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -558,3 +561,43 @@ def test_a_strict_function_is_held_as_a_schema_is() -> None:
         call_constraint(tools, {}, ())
     place = "tools[1].function.parameters.properties.d"
     assert (caught.value.param, f"{place} has the keyword 'const'" in str(caught.value)) == (place, True)
+
+
+def _many(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    """A schema a hundred times in a request: as functions, or (None) as tags."""
+    if strict is None:
+        tags = [{"begin": f"<t{i}>", "schema": schema, "end": "</t>"} for i in range(100)]
+        return {"structured_outputs": {"structural_tag": {"structures": tags, "triggers": ["<t"]}}}
+    functions = [{"name": f"f{i}", "parameters": schema, "strict": strict} for i in range(100)]
+    return {"tools": [{"type": "function", "function": one} for one in functions]}
+
+
+@pytest.mark.parametrize("strict", [False, True, None], ids=["functions", "strict", "tags"])
+@pytest.mark.parametrize("name", ["alternatives", "counted", "references"])
+def test_many_small_schemas_take_no_longer_to_check_than_one(name: str, strict: bool | None) -> None:
+    """A hundred times 30 ms would hold the interpreter's lock for seconds. By counts of calls."""
+    counted = {"properties": {key: {"type": "null"} for key in "abcdefg"}, "maxProperties": 6, "type": "object"}
+    counted["additionalProperties"] = False
+    deeper = [{"$ref": "#/$defs/d"}, {"items": {"$ref": "#/$defs/d"}}, {"items": {"items": {"$ref": "#/$defs/d"}}}]
+    schema: dict[str, Any] = {
+        "alternatives": {"allOf": [{"anyOf": [{}] * 6}] * 5},
+        "counted": {"properties": {f"p{i}": counted for i in range(16)}},
+        "references": {
+            "$defs": {f"d{i}": json.loads(json.dumps({"anyOf": deeper}).replace("/d", f"/d{i + 1}")) for i in range(20)}
+            | {"d20": {}},
+            "properties": {"a": {"$ref": "#/$defs/d0"}},
+        },
+    }[name]
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and frame.f_code.co_filename.endswith(("constraints.py", "shortest_answer.py"))
+
+    sys.setprofile(count)
+    try:
+        with contextlib.suppress(InvalidRequest):
+            parsed(**_many(schema, strict))
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 600_000, num_calls
