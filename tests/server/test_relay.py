@@ -1136,6 +1136,41 @@ async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
             assert (line["prompt_tokens"], line["completion_tokens"]) == billed
 
 
+@pytest.mark.parametrize(
+    ("fields", "words", "told", "billed"),
+    [
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (100, 30), (400, 120)),  # as llama-server tells
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 100}, 24, (100, 30), (400, 160)),
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (300, 90), (300, 90)),
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 30, "echo": True}, 24, (300, 3), (300, 3)),
+        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 24, (90, 30), (90, 120)),
+        ({"prompt": "x" * 300, "max_tokens": 30}, 24, (90, 3), (90, 3)),
+        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 30}, 24, (90, 24), (90, 96)),
+        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 100}, 24, (90, 100), (90, 100)),
+        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 0, (90, 0), (90, 0)),
+    ],
+)
+async def test_of_several_answers_no_less_is_billed_than_has_come(
+    fields: dict[str, Any], words: int, told: tuple[int, int], billed: tuple[int, int], tmp_path: Path
+) -> None:
+    num = fields.get("n", 1) * (len(fields["prompt"]) if isinstance(fields["prompt"], list) else 1)
+    usage = {"prompt_tokens": told[0], "completion_tokens": told[1]}
+    body = orjson.dumps({"choices": [{"index": i, "text": "word " * words} for i in range(num)], "usage": usage})
+    if fields.get("stream"):
+        events = [_chunk(index=i, text="word ") for i in range(num)] * words
+        ends = [_chunk(index=i, text="", finish_reason="stop") for i in range(num)]
+        body = b"".join(
+            [*events, *ends, b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage})]
+        )
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with saying(head + body) as url:
+        settings = model(url, protocol="h1", upstream_model=None)
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            assert (await ask(front.server, closing(SURFACES["completions"](**fields)))).status == 200
+    (row,) = rows(tmp_path / "ledger.db")
+    assert (row.prompt_tokens, row.completion_tokens) == billed
+
+
 @pytest.mark.parametrize("bad", [-5, 10**30, "many"])
 @pytest.mark.parametrize(
     ("surface", "events"),
