@@ -41,6 +41,8 @@ PROBE_EVERY_S = 1.0
 PROBE_S = 2.0  # for its answer
 PROBE_BYTES = 64 * 1024
 NUM_FAILURES, NUM_SUCCESSES = 3, 2
+MAX_CAUSES = 8  # that are told of one that is out: one that hangs has two in turn
+TELL_EVERY_S = 10.0  # that no upstream takes requests
 SLOW_START_S = 10.0
 LEAST_WEIGHT = 0.1  # of an upstream's own, when it has just come in
 NUM_BAD_OUTCOMES = 5
@@ -81,6 +83,7 @@ class Upstream:
     _ejected_until_s: float = 0.0
     _ejection_s: float = EJECTION_S
     _opening: asyncio.Task[Connection] | None = None
+    _told: set[str] = field(default_factory=set)  # causes, since it is out
 
     @property
     def url(self) -> str:
@@ -204,13 +207,15 @@ class Upstream:
             self._num_probed = max(1, self._num_probed + 1)
             if not self.is_healthy and (is_first or self._num_probed >= NUM_SUCCESSES):
                 self.is_healthy, self.why_out = True, ""
+                self._told.clear()
                 self._in_since_s = now_s - (SLOW_START_S if is_first else 0.0)
                 logger.info("the upstream %s takes requests", self.shown)
             return
         self._num_probed = min(-1, self._num_probed - 1)
         if self.is_healthy and self._num_probed > -NUM_FAILURES:
             return
-        if self.is_healthy or self.why_out != why:
+        if why not in self._told and len(self._told) < MAX_CAUSES:
+            self._told.add(why)
             logger.warning("the upstream %s is out: %s", self.url, why)
         self.is_healthy, self.why_out = False, why
         for one in self.connections:
@@ -294,6 +299,7 @@ class Pool:
         self.num_retries = 0
         self._watches: dict[Upstream, asyncio.Task[None]] | None = None  # once it has started
         self._is_leaving = False
+        self._told_s = -math.inf  # that none takes requests
         self.upstreams: tuple[Upstream, ...] = ()
         self.take(settings)
 
@@ -592,7 +598,9 @@ class Pool:
 
     def _nobody(self) -> ServiceError:
         names = "; ".join(f"{one.url}: {one.why_out or 'it is ejected'}" for one in self.upstreams)
-        logger.warning("no upstream of %s takes requests: %s", self.settings.name, names)
+        if (now_s := self._loop.time()) >= self._told_s + TELL_EVERY_S:
+            self._told_s = now_s
+            logger.warning("no upstream of %s takes requests: %s", self.settings.name, names)
         message = f"No server takes requests for this model now. Try again in {PROBE_EVERY_S:g} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
 
