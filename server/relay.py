@@ -3,8 +3,8 @@
     body ─▶ Relay.prepare ─▶ Relay.submit: RelayHandle ─ a slot, a connection ─▶ upstream
     client ◀─ its output ◀─ RelayHandle ◀─ server/relayed.py: an answer's parts ◀─┘
 
-The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream_options` and
-`priority` are rewritten, and `cache_salt` for upstreams of our own.
+The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream`,
+`stream_options` and `priority` are rewritten, and `cache_salt` for upstreams of our own.
 
 Tokens are those of the upstream's usage. Until it comes, a prompt counts by the model's tokenizer if it is here, as a
 third of its bytes otherwise, and an event with text as a token: that is what is billed of an answer that is broken off.
@@ -210,6 +210,8 @@ class Relay:
         shown_fields = fields.pop("response_fields", None) if passage.form == "parts" and not call.is_stream else None
         if call.is_stream and passage.form == "chunks":
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
+        if not call.is_stream and passage.form in ("chunks", "names"):
+            fields["stream"] = False  # transformers streams responses by default
         if asked.priority is not None:
             fields["priority"] = tenant.priority_of(asked.priority)
         fields.pop("resumable", None)  # this server keeps the stream
@@ -622,6 +624,8 @@ class RelayHandle:
 
     def _fail(self, error: ServiceError, is_refusal: bool = False) -> None:
         if not self._has_ended:
+            if not self.num_tokens:
+                self._answer.usage = None  # counts alone have come, and no text
             self.sink.fail(error, is_refusal)  # which cancels
             self.cancel(FinishReason.ERROR)
 

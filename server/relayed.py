@@ -487,6 +487,17 @@ def renamed_in(message: str, there: str, asked: str) -> str:
     return re.sub(rf"(?<=['\"`]){name}(?=['\"`]){bare}", lambda _: asked, message) if there else message
 
 
+def _detail_of(document: dict[str, Any]) -> str | None:
+    """FastAPI's: a text, or one for each place in the body."""
+    detail = document.get("detail")
+    if isinstance(detail, list):
+        found = [one for one in detail[:8] if isinstance(one, dict) and isinstance(one.get("msg"), str)]
+        places = (one.get("loc") for one in found)
+        names = (".".join(map(str, one)) if isinstance(one, list) else "body" for one in places)
+        detail = "; ".join(f"{name}: {one['msg']}" for name, one in zip(names, found, strict=True))
+    return detail[:500] if isinstance(detail, str) and detail else None
+
+
 def refusal_of(status: int, body: bytes, head: AnswerHead, names: tuple[str, str] = ("", "")) -> ServiceError:
     """The error for the client of a request that an upstream has refused.
 
@@ -502,6 +513,7 @@ def refusal_of(status: int, body: bytes, head: AnswerHead, names: tuple[str, str
     message, code, param = (
         value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
     )
+    message = message or _detail_of(document)
     told = message or f"The server behind this one refused the request, with the status {status}."
     message = renamed_in(told, *names)
     if status in _PASSED_ON:

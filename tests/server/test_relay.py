@@ -326,6 +326,16 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         Server(ServerConfig(models=(model("http://h:1", tokenizer="/nowhere"),)), no_engine, print)
 
 
+@pytest.mark.parametrize("surface", [one for one in PASSAGES if PASSAGES[one].form in ("chunks", "names")])
+async def test_an_upstream_is_told_that_an_answer_is_not_streamed(surface: Any) -> None:
+    async with serving(no_engine, models=(model("unix:/nowhere"),)) as front:
+        relay = front.server._app.served.others[ASKED].reader
+        assert isinstance(relay, Relay)
+        for given, said in (({}, False), ({"stream": None}, False), ({"stream": True}, True)):
+            prepared = relay.prepare(surface, orjson.dumps(given), Tenant(name="t"), StageMarks(lambda: 0.0))
+            assert orjson.loads(prepared.body)["stream"] is said
+
+
 async def test_without_a_tokenizer_a_prompt_reserves_a_third_of_its_bytes_and_ids_as_they_are() -> None:
     async with serving(no_engine, models=(model("unix:/nowhere"),)) as front:
         relay = front.server._app.served.others[ASKED].reader
@@ -521,6 +531,18 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 def test_a_refusal_bears_the_name_that_was_asked_for(there: str, message: str, told: str) -> None:
     body = orjson.dumps({"error": {"message": message}})
     assert str(refusal_of(400, body, AnswerHead(400, ()), (there, "big"))) == told
+
+
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ("prompt must be a string.", "prompt must be a string."),
+        ([{"loc": ["body", "n"], "msg": "not an int"}, {"msg": "no"}, 7], "body.n: not an int; body: no"),
+        *((bad, "The server behind this one refused the request, with the status 422.") for bad in ("", [], [{}], 7)),
+    ],
+)
+def test_a_refusal_tells_the_detail_of_fastapis_servers(detail: Any, told: str) -> None:
+    assert str(refusal_of(422, orjson.dumps({"detail": detail}), AnswerHead(422, ()))) == told
 
 
 def test_every_surface_has_a_passage() -> None:
@@ -1118,7 +1140,7 @@ async def test_messages_of_another_server_are_counted_from_their_first_and_last_
         ({"max_tokens": 5, "n": 2}, {}, (20, 900), (20, 10)),
         ({"max_tokens": 5, "best_of": 3}, {}, (20, 900), (20, 15)),
         ({"max_tokens": None}, {"max_model_len": 9}, (20, 900), (9, 9)),
-        ({"max_tokens": None}, {}, (10**9, 10**9), (16_490, 16_503)),  # what was sent and received, and 16,384
+        ({"max_tokens": None}, {}, (10**9, 10**9), (16_505, 16_503)),  # what was sent and received, and 16,384
         ({"max_tokens": 5}, {"trusted": True}, (20, 900), (20, 900)),
     ],
 )
@@ -1169,6 +1191,16 @@ async def test_of_several_answers_no_less_is_billed_than_has_come(
             assert (await ask(front.server, closing(SURFACES["completions"](**fields)))).status == 200
     (row,) = rows(tmp_path / "ledger.db")
     assert (row.prompt_tokens, row.completion_tokens) == billed
+
+
+async def test_a_stream_of_counts_alone_that_fails_is_not_billed(tmp_path: Path) -> None:
+    usage = orjson.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
+    async with saying(_HEAD + b"data: %b\n\ndata: {nonsense}\n\n" % usage, ends=True) as url:
+        settings = model(url, protocol="h1")
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            assert (await ask(front.server, closing(SURFACES["chat"](stream=True)))).status == 502
+    (row,) = rows(tmp_path / "ledger.db")
+    assert (row.prompt_tokens, row.completion_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("bad", [-5, 10**30, "many"])
