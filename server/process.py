@@ -60,7 +60,7 @@ from server.own_processes import Processes, home_of_sockets
 from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
-from server.upstream.pool import Pool
+from server.upstream.pool import Pool, tls_towards
 from server.upstream.settings import ModelSettings, refuse_same_names
 from server.wire.tls import ServerTls, server_tls
 
@@ -572,6 +572,7 @@ class Server:
         """
         for one in models:
             one.api_key()
+            tls_towards(one)
         known = {one.settings.name: one for one in self._upstream_pools if any(map(one.can_take, models))}
         pools = [known.get(one.name) or Pool(one, self._loop) for one in models]
         for pool, settings in zip(pools, models, strict=True):

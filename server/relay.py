@@ -3,8 +3,8 @@
     body ─▶ Relay.prepare ─▶ Relay.submit: RelayHandle ─ a slot, a connection ─▶ upstream
     client ◀─ its output ◀─ RelayHandle ◀─ server/relayed.py: an answer's parts ◀─┘
 
-The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream_options` and
-`priority` are rewritten, and `cache_salt` for upstreams of our own.
+The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream`,
+`stream_options` and `priority` are rewritten, and `cache_salt` for upstreams of our own.
 
 Tokens are those of the upstream's usage. Until it comes, a prompt counts by the model's tokenizer if it is here, as a
 third of its bytes otherwise, and an event with text as a token: that is what is billed of an answer that is broken off.
@@ -95,6 +95,7 @@ class Passed:
     passage: Passage
     body: bytes  # for the model's own upstreams
     prompt: LeadingBlocks
+    num_prompts: int
     num_computed: int  # answers
     tenant_salt: str | None  # for upstreams of our own
     asked_salt: str | None  # for others
@@ -205,10 +206,12 @@ class Relay:
                 name = (asked.model or settings.name).removesuffix(ollama.LATEST)
                 raise ollama.NothingAsked(name, is_chat, asked.keep_alive)
         texts, num_tokens = _checked_prompt(fields, tenant)
-        call, num_computed = self._call(asked, fields, passage, tenant)
+        call, num_prompts, num_computed = self._call(asked, fields, passage, tenant)
         shown_fields = fields.pop("response_fields", None) if passage.form == "parts" and not call.is_stream else None
         if call.is_stream and passage.form == "chunks":
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
+        if not call.is_stream and passage.form in ("chunks", "names"):
+            fields["stream"] = False  # transformers streams responses by default
         if asked.priority is not None:
             fields["priority"] = tenant.priority_of(asked.priority)
         fields.pop("resumable", None)  # this server keeps the stream
@@ -223,6 +226,7 @@ class Relay:
             passage=passage,
             body=sse.json_line(fields),
             prompt=self._counted(surface, body, domain, marks) or leading_blocks(domain, texts, num_tokens),
+            num_prompts=num_prompts,
             num_computed=num_computed,
             tenant_salt=salt,
             asked_salt=asked.cache_salt,
@@ -242,8 +246,8 @@ class Relay:
 
     def _call(
         self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant
-    ) -> tuple[GenerationCall, int]:
-        """And how many answers are computed."""
+    ) -> tuple[GenerationCall, int, int]:
+        """And how many prompts it has, and how many answers are computed."""
         prompt, num_prompts = fields.get("prompt"), 1
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             num_prompts = len(prompt)
@@ -271,8 +275,9 @@ class Relay:
             tells_queue=isinstance(asked.timings, dict) and asked.timings.get("queue") is True,
             includes_usage=bool((asked.stream_options or {}).get("include_usage")),
             is_resumable=bool(asked.resumable),
+            echo=bool(fields.get("echo")),
         )
-        return call, max(n, asked.best_of or 1, asked.beam_width or 1) * num_prompts
+        return call, num_prompts, max(n, asked.best_of or 1, asked.beam_width or 1) * num_prompts
 
     def requests_of(self, prepared: Passed, request_id: str, arrived_s: float, caller: Caller) -> list[RelayDemand]:
         call, tenant = prepared.call, caller.tenant
@@ -619,6 +624,8 @@ class RelayHandle:
 
     def _fail(self, error: ServiceError, is_refusal: bool = False) -> None:
         if not self._has_ended:
+            if not self.num_tokens:
+                self._answer.usage = None  # counts alone have come, and no text
             self.sink.fail(error, is_refusal)  # which cancels
             self.cancel(FinishReason.ERROR)
 
@@ -795,18 +802,22 @@ class RelayHandle:
             return self._answer.estimated()
         if self._pool.settings.trusted:
             return told
+        least = self._answer.at_least(told, request.passed.num_prompts)
         most_prompt = len(self._body) + UNSEEN_TOKENS
         if context < MANY_TOKENS and self._passage.form != "document":  # which has any number of inputs
             most_prompt = context * num_answers
         most = most * num_answers if most < MANY_TOKENS else self._num_bytes + UNSEEN_TOKENS
         billed = Usage(
-            num_prompt_tokens=min(told.num_prompt_tokens, most_prompt),
-            num_completion_tokens=min(told.num_completion_tokens, most),
+            num_prompt_tokens=min(least.num_prompt_tokens, most_prompt),
+            num_completion_tokens=min(least.num_completion_tokens, most),
             num_cached_tokens=min(told.num_cached_tokens, most_prompt),
             num_thought_tokens=min(told.num_thought_tokens, most),
         )
         if billed != told:
             logger.warning(
-                "an upstream of %s tells more tokens than it was asked for: %s", self._pool.settings.name, told
+                "an upstream of %s tells usage that cannot be all: %s; %s is billed",
+                self._pool.settings.name,
+                told,
+                billed,
             )
         return billed

@@ -28,6 +28,7 @@ MAX_EVENT_BYTES = 8 * 1024 * 1024
 MOST_TOKENS = 2**53  # more than there are: usage that says so is not believed
 UNBOUNDED = Usage(0, MOST_TOKENS)
 BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
+MOST_BYTES_PER_TOKEN = 8  # of an answer: usage by which a token has more is not of all of it
 REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -92,6 +93,7 @@ PASSAGES = {
 class _Choice(msgspec.Struct, frozen=True):
     index: int = 0
     delta: dict[str, Any] | None = None
+    message: Any = None
     text: Any = None
     finish_reason: str | None = None
 
@@ -101,6 +103,13 @@ class _Choice(msgspec.Struct, frozen=True):
             if value and name != "role":
                 return True
         return bool(self.text)
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Of a document's choice."""
+        message = self.message if isinstance(self.message, dict) else {}
+        values = (self.text, *(value for name, value in message.items() if name != "role"))
+        return sum(len(one.encode("utf-8", "replace")) for one in values if isinstance(one, str))
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +207,7 @@ class UpstreamAnswer:
     ) -> None:
         self.usage: Usage | None = None
         self.is_done = self._tells_nonsense = False
-        self.num_document_bytes = self._num_texts = 0
+        self.num_document_bytes = self._num_texts = self._num_text_bytes = 0
         self._most = most
         self._passage = passage
         self._call = call
@@ -227,6 +236,19 @@ class UpstreamAnswer:
         num_tokens = min(num_tokens, self._most.num_completion_tokens)
         has_answered = num_tokens or self.is_done or self._tells_nonsense
         return Usage(self._most.num_prompt_tokens if has_answered else 0, num_tokens)
+
+    def at_least(self, told: Usage, num_prompts: int) -> Usage:
+        """Of several choices, no less than has come: some servers tell what the first alone has used."""
+        num_seen, num_bytes = self._num_texts, self._num_text_bytes
+        is_believed = told.num_completion_tokens >= max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
+        if self._num_choices == 1 or self._call.echo or is_believed:
+            return told
+        num_tokens = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), self._most.num_completion_tokens)
+        return msgspec.structs.replace(
+            told,
+            num_prompt_tokens=max(told.num_prompt_tokens, self._most.num_prompt_tokens if num_prompts > 1 else 0),
+            num_completion_tokens=max(told.num_completion_tokens, num_tokens),
+        )
 
     def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes | None]]:
         """Events' names and data, or lines; comments have no data."""
@@ -294,13 +316,15 @@ class UpstreamAnswer:
 
     def document(self, data: bytes) -> Part:
         message = _decoded(data)
-        ends = {0: message.finish_reason}
+        ends, num_bytes = {0: message.finish_reason}, [len(data)]
         if self._passage.form == "chunks":
             self._check(message.choices)
             ends = {one.index: _reason(one) for one in message.choices}
+            num_bytes = [one.num_text_bytes for one in message.choices]
         if message.error is not None or not ends:
             raise UpstreamFault("its answer is not one of the kind that was asked for")
-        self.num_document_bytes, self._num_texts = len(data), len(ends)
+        self.num_document_bytes = len(data)
+        self._num_texts, self._num_text_bytes = sum(map(bool, num_bytes)), sum(num_bytes)
         self._note_usage(message, data)
         renamed = self._renamed(data)
         if self._shown_fields is not None:
@@ -463,6 +487,17 @@ def renamed_in(message: str, there: str, asked: str) -> str:
     return re.sub(rf"(?<=['\"`]){name}(?=['\"`]){bare}", lambda _: asked, message) if there else message
 
 
+def _detail_of(document: dict[str, Any]) -> str | None:
+    """FastAPI's: a text, or one for each place in the body."""
+    detail = document.get("detail")
+    if isinstance(detail, list):
+        found = [one for one in detail[:8] if isinstance(one, dict) and isinstance(one.get("msg"), str)]
+        places = (one.get("loc") for one in found)
+        names = (".".join(map(str, one)) if isinstance(one, list) else "body" for one in places)
+        detail = "; ".join(f"{name}: {one['msg']}" for name, one in zip(names, found, strict=True))
+    return detail[:500] if isinstance(detail, str) and detail else None
+
+
 def refusal_of(status: int, body: bytes, head: AnswerHead, names: tuple[str, str] = ("", "")) -> ServiceError:
     """The error for the client of a request that an upstream has refused.
 
@@ -478,6 +513,7 @@ def refusal_of(status: int, body: bytes, head: AnswerHead, names: tuple[str, str
     message, code, param = (
         value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
     )
+    message = message or _detail_of(document)
     told = message or f"The server behind this one refused the request, with the status {status}."
     message = renamed_in(told, *names)
     if status in _PASSED_ON:

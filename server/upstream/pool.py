@@ -33,6 +33,7 @@ from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, connect
 from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault, WholeAnswer
 from server.upstream.settings import ModelSettings, UpstreamSettings
+from server.wire.tls import no_password
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ PROBE_EVERY_S = 1.0
 PROBE_S = 2.0  # for its answer
 PROBE_BYTES = 64 * 1024
 NUM_FAILURES, NUM_SUCCESSES = 3, 2
+MAX_CAUSES = 8  # that are told of one that is out: one that hangs has two in turn
+TELL_EVERY_S = 10.0  # that no upstream takes requests
 SLOW_START_S = 10.0
 LEAST_WEIGHT = 0.1  # of an upstream's own, when it has just come in
 NUM_BAD_OUTCOMES = 5
@@ -54,6 +57,7 @@ BLOCK_TOKENS = 64  # likewise, of tokens
 MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
 MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
 JSON = ((b"content-type", b"application/json"),)
+PROTOCOLS = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
 
@@ -79,6 +83,7 @@ class Upstream:
     _ejected_until_s: float = 0.0
     _ejection_s: float = EJECTION_S
     _opening: asyncio.Task[Connection] | None = None
+    _told: set[str] = field(default_factory=set)  # causes, since it is out
 
     @property
     def url(self) -> str:
@@ -202,13 +207,15 @@ class Upstream:
             self._num_probed = max(1, self._num_probed + 1)
             if not self.is_healthy and (is_first or self._num_probed >= NUM_SUCCESSES):
                 self.is_healthy, self.why_out = True, ""
+                self._told.clear()
                 self._in_since_s = now_s - (SLOW_START_S if is_first else 0.0)
                 logger.info("the upstream %s takes requests", self.shown)
             return
         self._num_probed = min(-1, self._num_probed - 1)
         if self.is_healthy and self._num_probed > -NUM_FAILURES:
             return
-        if self.is_healthy or self.why_out != why:
+        if why not in self._told and len(self._told) < MAX_CAUSES:
+            self._told.add(why)
             logger.warning("the upstream %s is out: %s", self.url, why)
         self.is_healthy, self.why_out = False, why
         for one in self.connections:
@@ -285,14 +292,14 @@ class Pool:
     def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
         self.settings = settings
         self._loop = loop
-        self._protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[settings.protocol]
-        self._tls = _tls(settings, self._protocols)
+        self._protocols = PROTOCOLS[settings.protocol]
         self._waiting: list[Slot] = []  # in order of arrival
         self._num_active: dict[str, int] = {}  # by tenant
         self._retries = float(MAX_RETRIES)
         self.num_retries = 0
         self._watches: dict[Upstream, asyncio.Task[None]] | None = None  # once it has started
         self._is_leaving = False
+        self._told_s = -math.inf  # that none takes requests
         self.upstreams: tuple[Upstream, ...] = ()
         self.take(settings)
 
@@ -303,18 +310,21 @@ class Pool:
         return is_alike and settings.has_tls == self.settings.has_tls
 
     def take(self, settings: ModelSettings) -> None:
-        """Take the upstreams and the key of an entry that `can_take`. An upstream that is gone ends with its requests.
+        """Take the upstreams, the key and the TLS files of an entry that `can_take`, for new connections.
+
+        An upstream that is gone ends with its requests.
 
         Raises:
-            StartupError: the key cannot be read.
+            StartupError: a file cannot be used.
         """
-        key = settings.api_key()
+        key, tls = settings.api_key(), tls_towards(settings)
         self._fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
         known = {one.url: one for one in self.upstreams}
         self.settings = settings
-        self.upstreams = tuple(known.get(one.url) or self._upstream(one) for one in settings.upstreams)
+        self.upstreams = tuple(known.get(one.url) or self._upstream(one, tls) for one in settings.upstreams)
         for one, at in zip(self.upstreams, settings.upstreams, strict=True):
             one.settings = at
+            one.address = one.address._replace(tls=one.address.tls and tls)
         self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
         self._version_weights: dict[str | None, int] = {}
         for at in settings.upstreams:
@@ -322,9 +332,9 @@ class Pool:
         if self._watches is not None:
             self.start()
 
-    def _upstream(self, settings: UpstreamSettings) -> Upstream:
-        tls = self._tls if settings.url.startswith("https:") else None
-        return Upstream(settings, address_of(settings.url, tls, self._protocols))
+    def _upstream(self, settings: UpstreamSettings, tls: ssl.SSLContext | None) -> Upstream:
+        is_tls = settings.url.startswith("https:")
+        return Upstream(settings, address_of(settings.url, tls if is_tls else None, self._protocols))
 
     @property
     def num_running(self) -> int:
@@ -588,20 +598,23 @@ class Pool:
 
     def _nobody(self) -> ServiceError:
         names = "; ".join(f"{one.url}: {one.why_out or 'it is ejected'}" for one in self.upstreams)
-        logger.warning("no upstream of %s takes requests: %s", self.settings.name, names)
+        if (now_s := self._loop.time()) >= self._told_s + TELL_EVERY_S:
+            self._told_s = now_s
+            logger.warning("no upstream of %s takes requests: %s", self.settings.name, names)
         message = f"No server takes requests for this model now. Try again in {PROBE_EVERY_S:g} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
 
 
-def _tls(model: ModelSettings, protocols: Sequence[bytes]) -> ssl.SSLContext | None:
+def tls_towards(model: ModelSettings) -> ssl.SSLContext | None:
+    """By the files as they are now; None: no upstream has TLS. Raises StartupError: a file cannot be used."""
     if not model.has_tls:
         return None
     try:
         context = ssl.create_default_context(cafile=model.tls_ca)
         if model.tls_cert is not None:
-            context.load_cert_chain(model.tls_cert, model.tls_key)
-    except OSError as error:
-        cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
+            context.load_cert_chain(model.tls_cert, model.tls_key, no_password)
+    except (OSError, ValueError) as error:
+        cause = f"the TLS files of the model {model.name} cannot be used: {getattr(error, 'strerror', None) or error}"
         raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
-    context.set_alpn_protocols([one.decode() for one in protocols])
+    context.set_alpn_protocols([one.decode() for one in PROTOCOLS[model.protocol]])
     return context

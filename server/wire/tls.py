@@ -223,7 +223,7 @@ class ServerTls:
         context.sslobject_class = _Handshake
         context.sni_callback = _refuse_unknown_protocols
         try:
-            context.load_cert_chain(self.files.certificate, self.files.key, password=_no_password)
+            context.load_cert_chain(self.files.certificate, self.files.key, password=no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise _certificate_refusal(self.files, error) from error
         if self.files.client_ca is not None:
@@ -342,7 +342,7 @@ def _escaped(value: str) -> str:
     return f"{escaped[:-1]}\\ " if escaped.endswith(" ") and len(value) > 1 else escaped
 
 
-def _no_password() -> str:
+def no_password() -> str:
     """OpenSSL would ask on the terminal."""
     raise ValueError("the key is encrypted")
 

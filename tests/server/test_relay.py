@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import random
+import subprocess
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -325,6 +326,16 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         Server(ServerConfig(models=(model("http://h:1", tokenizer="/nowhere"),)), no_engine, print)
 
 
+@pytest.mark.parametrize("surface", [one for one in PASSAGES if PASSAGES[one].form in ("chunks", "names")])
+async def test_an_upstream_is_told_that_an_answer_is_not_streamed(surface: Any) -> None:
+    async with serving(no_engine, models=(model("unix:/nowhere"),)) as front:
+        relay = front.server._app.served.others[ASKED].reader
+        assert isinstance(relay, Relay)
+        for given, said in (({}, False), ({"stream": None}, False), ({"stream": True}, True)):
+            prepared = relay.prepare(surface, orjson.dumps(given), Tenant(name="t"), StageMarks(lambda: 0.0))
+            assert orjson.loads(prepared.body)["stream"] is said
+
+
 async def test_without_a_tokenizer_a_prompt_reserves_a_third_of_its_bytes_and_ids_as_they_are() -> None:
     async with serving(no_engine, models=(model("unix:/nowhere"),)) as front:
         relay = front.server._app.served.others[ASKED].reader
@@ -472,6 +483,35 @@ async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(
             assert connection.http.is_multiplexed
 
 
+async def test_a_reload_reads_the_tls_files_again_or_all_stays_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make_certificate(tmp_path / "new")
+    mine = make_certificate(tmp_path / "ours")
+    encrypt = ["openssl", "ec", "-aes128", "-passout", "pass:x", "-in", mine[1]]
+    encrypted = subprocess.run(encrypt, check=True, capture_output=True).stdout
+    given = {"tls_ca": mine[0], "tls_cert": mine[0], "tls_key": mine[1]}
+    async with serving(tls_cert=files[0], tls_key=files[1]) as upstream:
+        url = url_of(upstream, "https").replace("127.0.0.1", "localhost")
+        entry = model(url, **{name: str(path) for name, path in given.items()})
+        async with serving(no_engine, models=(entry,)) as front:
+            (there,) = front.server._pools[0].upstreams
+            assert "self-signed" in there.why_out
+            ca = files[0].read_bytes()
+            for bad, contents in (("tls_ca", b"no"), ("tls_key", files[1].read_bytes()), ("tls_key", encrypted)):
+                good = given[bad].read_bytes()
+                given[bad].write_bytes(contents)
+                caplog.clear()
+                reloaded(front.server, entry)
+                assert "the models stay as they were" in caplog.text
+                given[bad].write_bytes(good)
+            assert "the key is encrypted" in caplog.text
+            mine[0].write_bytes(mine[0].read_bytes() + ca)
+            reloaded(front.server, entry)
+            await wait_until(lambda: there.is_healthy)
+            assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
+
+
 def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
     body = orjson.dumps({"error": {"message": "why", "code": "some_code", "param": "n"}})
     for status, told in {400: 400, 422: 400, 413: 413, 401: 502, 404: 502, 429: 503, 500: 502, 503: 503}.items():
@@ -491,6 +531,18 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 def test_a_refusal_bears_the_name_that_was_asked_for(there: str, message: str, told: str) -> None:
     body = orjson.dumps({"error": {"message": message}})
     assert str(refusal_of(400, body, AnswerHead(400, ()), (there, "big"))) == told
+
+
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ("prompt must be a string.", "prompt must be a string."),
+        ([{"loc": ["body", "n"], "msg": "not an int"}, {"msg": "no"}, 7], "body.n: not an int; body: no"),
+        *((bad, "The server behind this one refused the request, with the status 422.") for bad in ("", [], [{}], 7)),
+    ],
+)
+def test_a_refusal_tells_the_detail_of_fastapis_servers(detail: Any, told: str) -> None:
+    assert str(refusal_of(422, orjson.dumps({"detail": detail}), AnswerHead(422, ()))) == told
 
 
 def test_every_surface_has_a_passage() -> None:
@@ -1088,7 +1140,7 @@ async def test_messages_of_another_server_are_counted_from_their_first_and_last_
         ({"max_tokens": 5, "n": 2}, {}, (20, 900), (20, 10)),
         ({"max_tokens": 5, "best_of": 3}, {}, (20, 900), (20, 15)),
         ({"max_tokens": None}, {"max_model_len": 9}, (20, 900), (9, 9)),
-        ({"max_tokens": None}, {}, (10**9, 10**9), (16_490, 16_503)),  # what was sent and received, and 16,384
+        ({"max_tokens": None}, {}, (10**9, 10**9), (16_505, 16_503)),  # what was sent and received, and 16,384
         ({"max_tokens": 5}, {"trusted": True}, (20, 900), (20, 900)),
     ],
 )
@@ -1104,6 +1156,51 @@ async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
             assert (await ask(front.server, closing(SURFACES["chat"](**fields)))).status == 200
             (line,) = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
             assert (line["prompt_tokens"], line["completion_tokens"]) == billed
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "told", "billed"),
+    [
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (100, 30), (400, 120)),  # as llama-server tells
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 100}, 24, (100, 30), (400, 160)),
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (300, 90), (300, 90)),
+        ({"prompt": ["x" * 300] * 4, "max_tokens": 30, "echo": True}, 24, (300, 3), (300, 3)),
+        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 24, (90, 30), (90, 120)),
+        ({"prompt": "x" * 300, "max_tokens": 30}, 24, (90, 3), (90, 3)),
+        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 30}, 24, (90, 24), (90, 96)),
+        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 100}, 24, (90, 100), (90, 100)),
+        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 0, (90, 0), (90, 0)),
+    ],
+)
+async def test_of_several_answers_no_less_is_billed_than_has_come(
+    fields: dict[str, Any], words: int, told: tuple[int, int], billed: tuple[int, int], tmp_path: Path
+) -> None:
+    num = fields.get("n", 1) * (len(fields["prompt"]) if isinstance(fields["prompt"], list) else 1)
+    usage = {"prompt_tokens": told[0], "completion_tokens": told[1]}
+    body = orjson.dumps({"choices": [{"index": i, "text": "word " * words} for i in range(num)], "usage": usage})
+    if fields.get("stream"):
+        events = [_chunk(index=i, text="word ") for i in range(num)] * words
+        ends = [_chunk(index=i, text="", finish_reason="stop") for i in range(num)]
+        body = b"".join(
+            [*events, *ends, b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage})]
+        )
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with saying(head + body) as url:
+        settings = model(url, protocol="h1", upstream_model=None)
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            assert (await ask(front.server, closing(SURFACES["completions"](**fields)))).status == 200
+    (row,) = rows(tmp_path / "ledger.db")
+    assert (row.prompt_tokens, row.completion_tokens) == billed
+
+
+async def test_a_stream_of_counts_alone_that_fails_is_not_billed(tmp_path: Path) -> None:
+    usage = orjson.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
+    async with saying(_HEAD + b"data: %b\n\ndata: {nonsense}\n\n" % usage, ends=True) as url:
+        settings = model(url, protocol="h1")
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            assert (await ask(front.server, closing(SURFACES["chat"](stream=True)))).status == 502
+    (row,) = rows(tmp_path / "ledger.db")
+    assert (row.prompt_tokens, row.completion_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("bad", [-5, 10**30, "many"])

@@ -140,6 +140,29 @@ def test_an_upstream_forgets_the_ends_of_prompts_before_their_beginnings(monkeyp
     assert (upstream.num_new_tokens(first), upstream.num_new_tokens(second)) == (400, 0)
 
 
+def test_the_log_tells_once_why_upstreams_are_out_and_each_ten_seconds_that_none_is_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    day = PoolDay(1, 1)
+    (upstream,) = day.pool.upstreams
+    for _ in range(2):
+        caplog.clear()
+        for i in range(12):
+            upstream.note_probe(("it hangs", "it cannot be connected to")[i % 2], 0.0)
+        told = [one.getMessage().split(": ")[-1] for one in caplog.records]
+        assert told == ["it hangs", "it cannot be connected to"]
+        for _ in range(pool.NUM_SUCCESSES):
+            upstream.note_probe(None, 0.0)
+    upstream.note_probe("it hangs", 0.0)
+    upstream.is_healthy = False
+    caplog.clear()
+    for at_s in (0.0, 1.0, 9.0, 10.0, 11.0):
+        day.loop.now_s = at_s
+        for _ in range(3):
+            assert day.pool.take_slot(pool.LeadingBlocks(1), 0, "t").granted.exception() is not None
+    assert len(caplog.records) == 2
+
+
 def test_conversations_find_their_beginnings_and_nothing_is_left_after_upstreams_came_and_went() -> None:
     figures = []
     for pool_type in (Pool, RoundRobin):
