@@ -158,7 +158,7 @@ class StepCostModel:
         self._has_prompt = work.prompt_tokens > 0
         if seconds <= 0 or not self._learns:
             return seconds
-        predicted = self.predict(work)
+        predicted = predicted_s(self.fit, work, self.few_tokens)
         if self.is_ready and predicted > 0:
             self._note_excess(seconds / predicted - 1)
         memory = self._with_prompts if self._has_prompt else self._without
@@ -199,9 +199,9 @@ class StepCostModel:
         self._excesses.append(excess)
         self._num_excesses += 1
         if self._num_excesses % ERROR_REFRESH == 0:
-            errors = sorted(abs(excess) / (1 + excess) for excess in self._excesses)
-            self.error_p50, self.error_p90 = (errors[int(share * (len(errors) - 1))] for share in (0.5, 0.9))
-            late = sorted(self._excesses)[int(0.9 * (len(errors) - 1))]
+            errors, last = sorted(abs(excess) / (1 + excess) for excess in self._excesses), len(self._excesses) - 1
+            self.error_p50, self.error_p90 = errors[last // 2], errors[int(0.9 * last)]
+            late = sorted(self._excesses)[int(0.9 * last)]
             self.late_p90 = min(max(late, 0.0), MOST_LATE)
 
 
@@ -374,8 +374,10 @@ def allow_prefill(
 def predicted_s(fit: Features, work: StepWork, few_tokens: int) -> float:
     """What a step takes: see StepCostModel."""
     fixed, a, b, c, d = fit
-    num_beyond = max(0, work.prompt_tokens + work.own_tokens - few_tokens)
-    return fixed + a * num_beyond + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
+    num_beyond = work.prompt_tokens + work.own_tokens - few_tokens
+    return (
+        fixed + (a * num_beyond if num_beyond > 0 else 0.0) + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
+    )
 
 
 def row_cost_s(coefficients_s: Features, work: StepWork) -> float:
