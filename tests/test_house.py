@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (9815, 37),
 }
-TEST_LINES = 69_020
+TEST_LINES = 69_025
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
