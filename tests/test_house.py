@@ -15,24 +15,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_260, 37),
-    "server/api": (6070, 18),
-    "server/batches": (975, 3),
-    "server/commands": (2355, 13),
-    "server/gate": (2810, 8),
-    "server/ledger": (2045, 7),
-    "server/listening": (1240, 5),
-    "server/observing": (2590, 10),
-    "server/upstream": (1560, 6),
-    "server/wire": (4890, 15),
-    "core": (17_655, 44),
-    "gpu": (11_835, 35),
-    "gpu/cpu_kernels": (5155, 12),
-    "gpu/kernels": (2830, 7),
-    "gpu/parallel": (765, 5),
-    "bench": (9815, 37),
+    "server": (14_960, 40),
+    "server/api": (6770, 21),
+    "server/batches": (1675, 6),
+    "server/commands": (3055, 16),
+    "server/gate": (3510, 11),
+    "server/ledger": (2745, 10),
+    "server/listening": (1940, 8),
+    "server/observing": (3290, 13),
+    "server/upstream": (2260, 9),
+    "server/wire": (5590, 18),
+    "core": (18_355, 47),
+    "gpu": (12_535, 38),
+    "gpu/cpu_kernels": (5855, 15),
+    "gpu/kernels": (3530, 10),
+    "gpu/parallel": (1465, 8),
+    "bench": (10_515, 40),
 }
-TEST_LINES = 69_025
+TEST_LINES = 73_000
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
