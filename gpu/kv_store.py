@@ -525,14 +525,12 @@ class HostMemory:
     """
 
     def __init__(self, config: ModelConfig, num_slots: int, cache: KVCache, streams: Streams) -> None:
-        dtype = cache.tensor.dtype
         self.num_slots = num_slots
-        self.block_bytes = bytes_per_block(config, dtype)
+        self.block_bytes = bytes_per_block(config, cache.dtype)
         self._num_staged = max(1, STAGING_BYTES // self.block_bytes)
         self._cache, self._stream = cache, streams.current
-        shape = (num_slots, *cache.tensor.shape[:2], *cache.tensor.shape[3:])
         pinned = streams.pinned_for_good(num_slots * self.block_bytes)
-        self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2 or 1, 16, kv_heads, head_dim]
+        self.tensor = pinned.view(cache.dtype).view(num_slots, -1)  # [slots, numbers of a block]
 
     def copy(self, copies: BlockCopies) -> "CopyTicket":
         """Start copying out, then back, on the stream: after all work sent so far, before any sent later."""
@@ -551,11 +549,11 @@ class HostMemory:
         return min(took_s) / (2 * num_blocks)
 
     def read(self, slot: int) -> bytes:
-        return self.tensor[slot].reshape(-1).view(torch.uint8).numpy().tobytes()
+        return self.tensor[slot].view(torch.uint8).numpy().tobytes()
 
     def write(self, slot: int, content: bytes) -> None:
         """Fill a slot with what read() returned."""
-        self.tensor[slot].reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self.tensor[slot].view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def _staged(self, pairs: dict[int, int]) -> Iterator[tuple[list[int], list[int]]]:
         """Keys and values of the pairs, as many at a time as may be staged."""
@@ -564,19 +562,18 @@ class HostMemory:
             yield keys[first : first + self._num_staged], values[first : first + self._num_staged]
 
     def _copy_out(self, blocks: list[int], slots: list[int]) -> None:
-        found = self._cache.tensor.index_select(2, self._on_device(blocks))
-        found = found.permute(2, 0, 1, 3, 4, 5).contiguous()  # [copies, layers, 2 or 1, 16, heads, dim]
+        found = self._cache.read_blocks(self._on_device(blocks))  # [copies, numbers of a block]
         for i, slot in enumerate(slots):
             self.tensor[slot].copy_(found[i], non_blocking=True)
 
     def _copy_back(self, blocks: list[int], slots: list[int]) -> None:
-        found = self._cache.tensor.new_empty((len(slots), *self.tensor.shape[1:]))
+        found = self._cache.tensors[0].new_empty((len(slots), self.tensor.shape[1]))
         for i, slot in enumerate(slots):
             found[i].copy_(self.tensor[slot], non_blocking=True)
-        self._cache.tensor.index_copy_(2, self._on_device(blocks), found.permute(1, 2, 0, 3, 4, 5))
+        self._cache.write_blocks(self._on_device(blocks), found)
 
     def _on_device(self, blocks: list[int]) -> Tensor:
-        return to_device(np.array(blocks), self._cache.tensor.device)
+        return to_device(np.array(blocks), self._cache.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,7 +648,7 @@ def open_offload(
     """
     if engine.kv_offload_bytes == 0:
         return None
-    num_slots = offload_slots(config, engine, cache.tensor.dtype, free_memory_bytes(torch.device("cpu")))
+    num_slots = offload_slots(config, engine, cache.dtype, free_memory_bytes(torch.device("cpu")))
     try:
         memory = HostMemory(config, num_slots, cache, streams)
     except (OSError, RuntimeError) as error:

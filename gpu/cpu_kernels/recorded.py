@@ -182,6 +182,8 @@ class RecordedLayers:
         """compute(x, rotations, batch): kernels, or Python where it is not recorded."""
         num_rows, is_plain = len(x), batch.asked is None and batch.adapted is None and batch.recurrent is None
         is_plain = is_plain and all(rows.num_decodes == num_rows for rows in batch.attending.values())
+        of_windows = {rows.window: rows for rows in batch.attending.values()}
+        is_plain = is_plain and all(rows is of_windows[rows.window] for rows in batch.attending.values())
         if num_rows > MOST_ROWS or not is_plain:
             return compute(x, rotations, batch)
         if num_rows not in self._recorded:

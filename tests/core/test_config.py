@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from core.config import LayerConfig, RopeConfig
+from core.config import LayerConfig, RopeConfig, Sight
 from core.config_json import parse_model_config, stated_context
 from core.errors import BadCheckpoint, UnsupportedModel
 
@@ -123,13 +123,13 @@ def test_unused_sliding_windows_are_no_obstacle() -> None:
     fields = {"use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21}
     parsed = parse_model_config(llama(architectures=["Qwen2ForCausalLM"], **fields))
     assert parsed == parse_model_config(llama(architectures=["Qwen2ForCausalLM"]))
-    assert parsed.windows == (None,)
+    assert parsed.sights == (Sight(),)
 
 
 def test_a_missing_sliding_window_is_mistrals_default_and_null_is_none() -> None:
     mistral = llama(architectures=["MistralForCausalLM"])
-    assert parse_model_config(mistral).windows == (4096,)
-    assert parse_model_config({**mistral, "sliding_window": None}).windows == (None,)
+    assert parse_model_config(mistral).sights == (Sight(4096),)
+    assert parse_model_config({**mistral, "sliding_window": None}).sights == (Sight(),)
 
 
 def gemma3(**changes: Any) -> dict[str, Any]:
