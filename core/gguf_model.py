@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
 from core.config_fields import Family
@@ -20,13 +21,24 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each fre
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MOST_DRAFT_LAYERS = 64
 SCORINGS = ("softmax", "sigmoid")  # expert_gating_func, from 1 on
+NEVER = 1e29  # a divisor of frequencies that leaves no turning
 _TOLERANCE = 1e-4  # relative; the factors were computed in float32
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    **{
+        f"{name}.weight": f"model.{own}.weight"
+        for name, own in {
+            "per_layer_token_embd": "embed_tokens_per_layer",
+            "per_layer_model_proj": "per_layer_model_projection",
+            "per_layer_proj_norm": "per_layer_projection_norm",
+        }.items()
+    },
 }
+# Of several matrices, one after the other
+_STACKED_NAMES = {"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"}
 # Of a layer that predicts later tokens, beside what every layer has
 _DRAFT_NAMES = {
     f"nextn.{name}.weight": f"{own}.weight"
@@ -173,6 +185,27 @@ _NEMOTRON = GgufFamily(
     },
 )
 
+_LAYER_INPUTS = {
+    **_GEMMA,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_STREAMS = {
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_LAYER_INPUT_FIELDS = {
+    **_GEMMA_FIELDS,
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+}
+
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
     "qwen2": GgufFamily("qwen2"),
@@ -263,6 +296,40 @@ GGUF_FAMILIES = {
         fields={**_GEMMA_FIELDS, "rope_local_base_freq": "rope.freq_base_swa"},
         whole_width_layers=62,
     ),
+    "gemma3n": GgufFamily(
+        "gemma3n_text",
+        {**_LAYER_INPUTS, **_STREAMS},
+        {"altup_correct_scale.weight": "altup.correct_output_scale"},
+        fields={
+            **_LAYER_INPUT_FIELDS,
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "altup_active_idx": "altup.active_idx",
+            "altup_num_inputs": "altup.num_inputs",
+        },
+    ),
+    "gemma4": GgufFamily(
+        "gemma4_text",
+        {
+            **_LAYER_INPUTS,
+            "ffn_gate_inp": "router.proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        {
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        {f"ffn_{name}_exps": f"experts.{{}}.{name}_proj" for name in ("gate_up", "down")},
+        fields={
+            **_LAYER_INPUT_FIELDS,
+            "head_dim": "attention.key_length_swa",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+    ),
 }
 # Mixtral's files say llama, and have experts
 MIXTRAL = GgufFamily(
@@ -312,15 +379,14 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
         _, index, within = (*name.split(".", 2), "", "")[:3]
         if name == ROPE_FACTORS:
             continue
-        if match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
-            stem = f"model.layers.{match[1]}.{family.expert_names[match[2]]}.{match[3]}"
-            num_experts, *shape = tensor.shape
-            size = tensor.size_bytes // max(1, num_experts)  # of whole rows of blocks
-            for number in range(num_experts):
-                offset = tensor.offset + number * size
-                found[stem.format(number)] = GgufTensor(tuple(shape), tensor.format, offset, size)
-        elif within in family.whole_names:
+        stack = _STACKED_NAMES.get(name.removesuffix(".weight"))
+        if within in family.whole_names:
             found[f"model.layers.{index}.{family.whole_names[within]}"] = tensor
+        elif match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
+            stem = f"model.layers.{match[1]}.{family.expert_names[match[2]]}.{match[3]}"
+            found |= {stem.format(number): one for number, one in enumerate(_matrices(tensor))}
+        elif stack is not None and len(tensor.shape) == 3:
+            found |= {f"{stack}.{number}.weight": one for number, one in enumerate(_matrices(tensor))}
         elif match is not None and match[2] in family.layer_names:
             found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
         elif name.startswith("blk.") and index in drafts:
@@ -331,6 +397,13 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
                 name = name.replace(usual, own)
             found[name] = tensor
     return found
+
+
+def _matrices(tensor: GgufTensor) -> list[GgufTensor]:
+    """Of a stack of them, each as a tensor."""
+    count, *shape = tensor.shape
+    size = tensor.size_bytes // max(1, count)  # of whole rows of blocks
+    return [GgufTensor(tuple(shape), tensor.format, tensor.offset + number * size, size) for number in range(count)]
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -410,7 +483,7 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "num_key_value_heads": _common(fields.get("attention.head_count_kv", fields["attention.head_count"])),
         "head_dim": head_dim,
         "rope_theta": fields.get("rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(fields, rope_factors, head_dim),
+        **_ropes(fields, family, rope_factors, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
@@ -451,6 +524,8 @@ def _family_fields(
         found[family.family.qk_norm_field] = "blk.0.attn_q_norm.weight" in file.tensors
     if family.family.recurrence:
         found |= _space_fields(file, family, fields)
+    if family.family.has_layer_inputs:
+        found |= _layer_input_fields(file, family, fields)
     biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down"}
     for name, parts in family.family.biases.items():
         if name:
@@ -484,6 +559,38 @@ def _space_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str, Any])
     kind = "rope" if fields.get("rope.scaling.finetuned") else "nope"
     own = {"num_local_experts": fields.get("expert_count", 0), "position_embedding_type": kind}
     return {**found, **own, "layer_types": kinds}
+
+
+def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Gemma 3n and 4, whose layers differ."""
+    num_layers, embedding = _num_layers(file, fields), file.tensors.get("per_layer_token_embd.weight")
+    found: dict[str, Any] = {"sliding_window_pattern": None, "hidden_size_per_layer_input": 0}
+    if embedding is not None:
+        found["hidden_size_per_layer_input"] = _count(fields, "embedding_length_per_layer_input")
+        found["vocab_size_per_layer_input"] = embedding.shape[0]
+    windowed = fields.get("attention.sliding_window_pattern")
+    if not isinstance(windowed, list) or len(windowed) != num_layers:
+        raise _bad(f"attention.sliding_window_pattern is {windowed!r}, not of {num_layers} layers")
+    found["layer_types"] = [("full_attention", "sliding_attention")[bool(one)] for one in windowed]
+    if family.family.has_streams:
+        left, scales = file.tensors.get("blk.0.laurel_l.weight"), fields.get("activation_sparsity_scale")
+        found["laurel_rank"] = 0 if left is None else left.shape[0]
+        if not isinstance(scales, list) or not all(isinstance(one, float) for one in scales):
+            raise _bad(f"activation_sparsity_scale is {scales!r}")
+        return {**found, "activation_sparsity_pattern": [NormalDist().cdf(one) for one in scales]}
+    widths, heads = fields["feed_forward_length"], fields.get("attention.head_count_kv")
+    if isinstance(widths, list) and widths:
+        found |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths[-1] != widths[0]}
+    own: dict[str, Any] = {"head_dim": _count(fields, "attention.key_length")}
+    if isinstance(heads, list) and len(heads) == num_layers:
+        of_windows = [count for count, has_window in zip(heads, windowed, strict=True) if has_window]
+        found["num_key_value_heads"] = (of_windows or heads)[0]
+        own["num_key_value_heads"] = next((count for count in heads if count != found["num_key_value_heads"]), heads[0])
+    whole = [index for index, has_window in enumerate(windowed) if not has_window]
+    found["per_layer_config"] = {str(index): own for index in whole}
+    has_own = range(num_layers - fields.get("attention.shared_kv_layers", 0))
+    lacks = [index for index in whole if index in has_own and f"blk.{index}.attn_v.weight" not in file.tensors]
+    return {**found, "attention_k_eq_v": bool(lacks), "enable_moe_block": bool(fields.get("expert_count"))}
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -554,6 +661,22 @@ def _refuse_output_changing(
                 f"{fields['general.architecture']}.{name}={fields[name]!r} is not supported.",
                 "use a model without it.",
             )
+
+
+def _ropes(
+    fields: Mapping[str, Any], family: GgufFamily, factors: tuple[float, ...] | None, head_dim: int | None
+) -> dict[str, Any]:
+    """Gemma 4's layers without a window turn the first pairs of a head; the others' frequencies are next to 0."""
+    if family.model_type != "gemma4_text":
+        return {"rope_scaling": _rope_scaling(fields, factors, head_dim)}
+    turning = sum(factor == 1 for factor in factors or ())
+    if factors is not None and (factors[:turning] != (1.0,) * turning or min(factors[turning:], default=NEVER) < NEVER):
+        raise UnsupportedModel(f"GGUF: {ROPE_FACTORS} is not Gemma 4's.", "use the model's safetensors.")
+    whole = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base", 1e6)}
+    if factors:
+        whole |= {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
+    windowed = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base_swa", 1e4)}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": windowed}}
 
 
 def _rope_scaling(

@@ -23,6 +23,7 @@ _END_TOKENS = {
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|eom_id|>",
@@ -95,10 +96,13 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
         case "llama":
             content = _sentencepiece(metadata, tokens, types)
             add_bos = True
+        case "gemma4":
+            content = _sentencepiece(metadata, tokens, types)
+            add_bos = True
         case other:
             raise UnsupportedModel(
                 f"GGUF tokenizer {other!r} is not supported.",
-                "use a model with one of: gpt2 (BPE), llama (SentencePiece).",
+                "use a model with one of: gpt2 (BPE), llama (SentencePiece), gemma4.",
             )
     config = _tokenizer_config(metadata, tokens)
     config["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
@@ -196,16 +200,12 @@ def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """A SentencePiece BPE, as Llama 2's; its scores become merges as in transformers."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not _is_list_of(scores, float) or len(scores) != len(tokens):
-        raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
+    """A SentencePiece BPE, as Llama 2's; its scores become merges as in transformers. Gemma 4's has merges."""
     pieces = [  # added tokens are searched for in the text itself, which has spaces
         token.replace(METASPACE, " ") if kind == USER_DEFINED else token
         for token, kind in zip(tokens, types, strict=True)
     ]
     vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
-    mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
     unknown = _named_id(metadata, "unknown", len(tokens)) or 0
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
@@ -222,12 +222,24 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": _merges_by_score(vocab, mergeable),
+            "merges": _merges_of(metadata, vocab, types),
             "unk_token": pieces[unknown],
             "fuse_unk": True,
             "byte_fallback": BYTE in types,
         },
     }
+
+
+def _merges_of(metadata: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
+    merges, scores = metadata.get("tokenizer.ggml.merges"), metadata.get("tokenizer.ggml.scores")
+    if metadata.get("tokenizer.ggml.model") == "gemma4":
+        if not _is_list_of(merges, str):
+            raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
+        return [_merge(merge, vocab) for merge in merges]
+    if not _is_list_of(scores, float) or len(scores) != len(vocab):
+        raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
+    mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
+    return _merges_by_score(vocab, mergeable)
 
 
 def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -65,12 +65,14 @@ _NAMES = {
     "qwen3_5_moe_text": _ExpertNames(shared="mlp.shared_expert"),
     "qwen3_5_moe_text, stacked": _ExpertNames(shared="mlp.shared_expert"),
     "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
-    "gemma4_text": _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"),
 }
 _USUAL_NAMES = _ExpertNames()
 ALL_STACKED = ("qwen3_vl_moe_text", "llama4_text")  # the layouts that have all experts in one tensor
 BY_ROWS = "qwen3_5_moe_text"  # the layout that may have them so, too, each matrix as it is used
 STACKED_BY_ROWS = f"{BY_ROWS}, stacked"
+BESIDE = "gemma4_text"  # the layout that has all experts in one tensor each of gate and up, and of down
+BESIDE_SPLIT = f"{BESIDE}, split"  # the same with a tensor for each expert: GGUF's
+_NAMES |= dict.fromkeys((BESIDE, BESIDE_SPLIT), _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -692,18 +694,18 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     if config.layout == "granitemoehybrid":
         return _granite_targets(weights)
     names = _NAMES.get(config.layout, _USUAL_NAMES)
-    num_halves = 1 + config.has_gate
-    projections = names.projections[-1 - num_halves :]  # without a gate: up and down
+    projections = names.projections[-2 - config.has_gate :]  # without a gate: up and down
     targets = {f"{names.router}.weight": Target(weights.router)}
-    is_stacked = config.layout == STACKED_BY_ROWS or config.are_beside
+    inner = ("gate_up_proj", "down_proj") if config.layout == BESIDE_SPLIT else projections
+    is_stacked = config.layout in (STACKED_BY_ROWS, BESIDE)
     if is_stacked:
         owner = names.experts.removesuffix(".{}.{}")
         for name, into in (("gate_up", weights.gate_up), ("down", weights.down)):
             targets[f"{owner}.{name}_proj"] = Target(floats(into), matrix=name)
     for expert in range(0 if is_stacked else config.num_experts):
-        rows = (*floats(weights.gate_up)[expert].chunk(num_halves), floats(weights.down)[expert])
-        for name, into in zip(projections, rows, strict=True):
-            matrix = "down" if name == projections[-1] else "gate_up"
+        rows = (*floats(weights.gate_up)[expert].chunk(len(inner) - 1), floats(weights.down)[expert])
+        for name, into in zip(inner, rows, strict=True):
+            matrix = "down" if name == inner[-1] else "gate_up"
             targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
     if weights.choice_bias is not None:
         # ERNIE's is [1, experts]

@@ -19,6 +19,8 @@ from gpu.blocks import FORMATS, BlockWeight
 from gpu.checkpoint import BYTES, FLOATS, Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors
 from gpu.parallel.ranks import Shard
 from gpu.parameters import (
+    BESIDE,
+    BESIDE_SPLIT,
     BY_ROWS,
     EMBEDDING,
     HEAD,
@@ -74,8 +76,13 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped.
     """
-    if config.experts is not None and config.experts.layout == BY_ROWS and has_stacked_experts(checkpoint.tensors):
-        config = replace(config, experts=replace(config.experts, layout=STACKED_BY_ROWS))
+    layout, stored = None if config.experts is None else config.experts.layout, checkpoint.tensors
+    if layout == BY_ROWS and has_stacked_experts(stored):
+        layout = STACKED_BY_ROWS
+    if layout == BESIDE and any(".experts.0." in name for name in stored):
+        layout = BESIDE_SPLIT
+    if config.experts is not None and layout is not None:
+        config = replace(config, experts=replace(config.experts, layout=layout))
     _check(checkpoint, config)
     if not config.tie_embeddings or HEAD not in checkpoint.tensors:
         return config

@@ -93,6 +93,23 @@ def test_newer_families_give_the_same_tokens_as_their_safetensors(name: str, tmp
     assert greedy(file) == greedy(source)
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4_moe"])
+def test_layers_that_differ_give_the_same_tokens_as_their_safetensors(
+    name: str, tmp_path: Path, model_directory
+) -> None:
+    directory = model_directory(name)
+    config, factors = read_config(directory), None
+    if name != "gemma3n":
+        head_dim = config["per_layer_config"]["1"]["head_dim"]
+        num_turning = int(head_dim * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+        factors = (1.0,) * num_turning + (float(np.float32(1e30)),) * (head_dim // 2 - num_turning)
+    file = write_gguf(directory, tmp_path / "model.gguf", rope_factors=None if factors is None else np.array(factors))
+    found, expected = model_of(file, factors), parse_model_config(config | {"dtype": None})
+    assert [replace(layer, sparsity=round(layer.sparsity, 6)) for layer in found.layers] == list(expected.layers)
+    assert replace(found, layers=expected.layers) == expected
+    assert greedy(file, factors) == greedy(directory)
+
+
 STATE_SPACES: dict[str, dict[str, Any]] = {
     "granite_hybrid": {},
     "granite_hybrid_dense": {},
