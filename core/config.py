@@ -577,5 +577,5 @@ class ModelConfig(Traits):
         router = self.hidden_size + self.experts.has_bias + self.experts.has_choice_bias
         shared = self.hidden_size * (num_matrices * self.experts.shared_size + self.experts.has_shared_gate)
         if self.experts.are_beside:
-            shared += 4 * self.hidden_size + self.experts.num_experts  # three norms, and the router's scales
+            shared += 3 * self.hidden_size + self.experts.num_experts  # norms, and a scale for each
         return self.experts.num_experts * (expert + router) + shared

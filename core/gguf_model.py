@@ -27,6 +27,7 @@ _TOLERANCE = 1e-4  # relative; the factors were computed in float32
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2's last norm
     "output.weight": "lm_head.weight",
     **{
         f"{name}.weight": f"model.{own}.weight"
@@ -206,6 +207,30 @@ _LAYER_INPUT_FIELDS = {
     "num_kv_shared_layers": "attention.shared_kv_layers",
 }
 
+_LFM2 = GgufFamily(
+    "lfm2",
+    {
+        **{
+            name: f"self_attn.{own}" for name, own in (("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj"))
+        },
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "attn_output": "self_attn.out_proj",
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+    },
+    {
+        f"shortconv.{name}.{kind}": f"conv.{name}.{kind}"
+        for name in ("in_proj", "conv", "out_proj")
+        for kind in ("weight", "bias")
+    },
+    fields={"conv_L_cache": "shortconv.l_cache"},
+    constants={"block_auto_adjust_ff_dim": False},  # the length says what it comes to
+)
+
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
     "qwen2": GgufFamily("qwen2"),
@@ -296,6 +321,50 @@ GGUF_FAMILIES = {
         fields={**_GEMMA_FIELDS, "rope_local_base_freq": "rope.freq_base_swa"},
         whole_width_layers=62,
     ),
+    "arcee": GgufFamily("arcee", are_heads_turned=True),
+    "ernie4_5-moe": GgufFamily(
+        "ernie4_5_moe",
+        {**_LLAMA, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        _EXPERTS,
+        fields={
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+        constants={"moe_layer_end_index": -1},
+    ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        {**_ATTENTION, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        {
+            "attn_sinks.weight": "self_attn.sinks",
+            **{f"ffn_{name}_exps.bias": f"mlp.experts.{name}_proj_bias" for name in ("gate", "up", "down")},
+        },
+        _EXPERTS,
+        fields={
+            "sliding_window": "attention.sliding_window",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        layer_names={**_LFM2.layer_names, "ffn_gate_inp": "feed_forward.gate"},
+        whole_names={**_LFM2.whole_names, "exp_probs_b.bias": "feed_forward.expert_bias"},
+        expert_names={
+            f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{short}"
+            for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+        fields={**_EXPERT_FIELDS, **_LFM2.fields, "first_k_dense_replace": "leading_dense_block_count"},
+        constants={},
+    ),
     "gemma3n": GgufFamily(
         "gemma3n_text",
         {**_LAYER_INPUTS, **_STREAMS},
@@ -375,7 +444,7 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     family, drafts = _family(file), _draft_layers(file.metadata)
     found: dict[str, GgufTensor] = {}
     for name, stored in file.tensors.items():
-        match, tensor = _LAYER_NAME.fullmatch(name), replace(stored, shape=_shape(name, stored.shape))
+        match, tensor = _LAYER_NAME.fullmatch(name), replace(stored, shape=_shape(name, stored.shape, family))
         _, index, within = (*name.split(".", 2), "", "")[:3]
         if name == ROPE_FACTORS:
             continue
@@ -406,12 +475,14 @@ def _matrices(tensor: GgufTensor) -> list[GgufTensor]:
     return [GgufTensor(tuple(shape), tensor.format, tensor.offset + number * size, size) for number in range(count)]
 
 
-def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _shape(name: str, shape: tuple[int, ...], family: GgufFamily) -> tuple[int, ...]:
     """What Hugging Face's tensor has; a file leaves out dimensions of 1, or has more of them."""
     kind = (*name.split("."), "", "", "")[2]
     if kind == "ffn_gate_inp_shexp" and len(shape) == 1:
         return 1, *shape
-    if kind == "ssm_conv1d" and len(shape) == 2:
+    if kind == "exp_probs_b" and family.model_type == "ernie4_5_moe":
+        return 1, *shape
+    if (kind == "ssm_conv1d" or name.endswith(".shortconv.conv.weight")) and len(shape) == 2:
         return shape[0], 1, shape[1]
     return (math.prod(shape),) if kind in ("ssm_a", "ssm_d", "ssm_norm") else shape
 
@@ -522,11 +593,16 @@ def _family_fields(
         found["partial_rotary_factor"] = _count(fields, "rope.dimension_count") / (head_dim or 1)
     if family.family.qk_norm_field:
         found[family.family.qk_norm_field] = "blk.0.attn_q_norm.weight" in file.tensors
-    if family.family.recurrence:
+    if family.family.recurrence == "mamba":
         found |= _space_fields(file, family, fields)
+    if family.family.recurrence == "conv":
+        heads = fields.get("attention.head_count_kv")
+        if not isinstance(heads, list) or len(heads) != num_layers:
+            raise _bad(f"attention.head_count_kv is {heads!r}, not of {num_layers} layers")
+        found["layer_types"] = ["full_attention" if count else "conv" for count in heads]
     if family.family.has_layer_inputs:
         found |= _layer_input_fields(file, family, fields)
-    biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down"}
+    biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down", "recurrence": "shortconv.conv"}
     for name, parts in family.family.biases.items():
         if name:
             found[name] = f"blk.0.{biased[parts[-1]]}.bias" in file.tensors
@@ -634,7 +710,10 @@ def _refuse_output_changing(
     experts = family.family.experts
     holds: dict[str, Callable[[Any], bool]] = {
         "expert_count": lambda value: value == 0,
-        "rope.scaling.type": lambda value: value in ("none", "linear"),
+        "rope.scaling.type": lambda value: value in ("none", "linear", "yarn"),
+        "rope.scaling.yarn_log_multiplier": lambda value: value == 0,
+        "rope.scaling.yarn_ext_factor": lambda value: value == 1,
+        "rope.scaling.yarn_attn_factor": lambda value: value == 1,
         "rope.dimension_count": lambda value: (
             value == key_length or family.family.has_partial_rope or family.family.rotates == "none"
         ),
@@ -668,7 +747,10 @@ def _ropes(
 ) -> dict[str, Any]:
     """Gemma 4's layers without a window turn the first pairs of a head; the others' frequencies are next to 0."""
     if family.model_type != "gemma4_text":
-        return {"rope_scaling": _rope_scaling(fields, factors, head_dim)}
+        scaling = _rope_scaling(fields, factors, head_dim)
+        if scaling is not None and family.model_type == "gpt_oss":
+            scaling["truncate"] = False  # as its config.json has it
+        return {"rope_scaling": scaling}
     turning = sum(factor == 1 for factor in factors or ())
     if factors is not None and (factors[:turning] != (1.0,) * turning or min(factors[turning:], default=NEVER) < NEVER):
         raise UnsupportedModel(f"GGUF: {ROPE_FACTORS} is not Gemma 4's.", "use the model's safetensors.")
@@ -690,6 +772,11 @@ def _rope_scaling(
     # llama.cpp's load_hparams: a factor without a type means linear; scale_linear is its older name
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
     kind = fields.get("rope.scaling.type", None if factor is None else "linear")
+    if kind == "yarn":
+        names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
+        found = {name: _need(fields, f"rope.scaling.{key}") for name, key in names.items()}
+        betas = {name: fields.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        return {"rope_type": "yarn", **found, **{name: value for name, value in betas.items() if value is not None}}
     if kind == "linear":
         return {"rope_type": "linear", "factor": _need(fields, "rope.scaling.factor") if factor is None else factor}
     return None

@@ -22,6 +22,8 @@ _END_TOKENS = {
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
+    "<|return|>",
+    "<|call|>",
     "<end_of_turn>",
     "<turn|>",
     "<|endoftext|>",
@@ -31,6 +33,7 @@ _END_TOKENS = {
     "_<EOT>",
     "<｜end▁of▁sentence｜>",  # noqa: RUF001  (its own bars)
 }
+_HARMONY_ENDS = {"<|return|>", "<|call|>"}  # where both are, <|end|> ends a part of an answer (gpt-oss)
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -41,6 +44,11 @@ _QWEN2_SPLIT = rf"{_WORDS}|\p{{N}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SEED_SPLIT = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,6 +70,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN_SPLIT,),
     "glm4": (_LLAMA3_SPLIT,),
     "seed-coder": (_SEED_SPLIT,),
+    "gpt-4o": (_GPT4O_SPLIT,),
 }
 _KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
 _ALIASES = {
@@ -69,6 +78,7 @@ _ALIASES = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "falcon-h1": "llama-bpe",
+    "lfm2": "llama-bpe",
     "pixtral": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "olmo": "gpt-2",
@@ -124,6 +134,8 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
         if kind == CONTROL and token in _END_TOKENS
     ]
+    if set(tokens) >= _HARMONY_ENDS:
+        by_name = [token_id for token_id in by_name if tokens[token_id] != "<|end|>"]
     return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
 
 

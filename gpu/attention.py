@@ -103,6 +103,8 @@ def rows_in_chunks(rows: RaggedRows, chunk: int) -> RaggedRows:
     """
     assert rows.host is not None, "chunks are cut on the host"
     host = rows.host
+    if host.ends.max(initial=0) <= chunk:
+        return replace(rows)
     pieces: list[tuple[int, int, int]] = []  # row, its chunk's first position, the piece's end
     lengths = []
     for row, (end, length) in enumerate(zip(host.ends.tolist(), np.diff(host.offsets).tolist(), strict=True)):

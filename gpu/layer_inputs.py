@@ -191,13 +191,13 @@ class LayerStreams:
 
     def predicted(self, streams: Tensor) -> Tensor:
         """Streams as predicted from all."""
-        count = len(streams)
-        by = self._predict(self._shares(streams[self.active])).T.view(count, count, -1, 1)
-        found = streams.clone()
+        count, numbers = len(streams), streams.float()
+        by = self._predict(self._shares(streams[self.active])).float().T.view(count, count, -1, 1)
+        found = numbers.clone()
         for one in range(count):
             for other in range(count):
-                found[one] += streams[other] * by[one, other]
-        return found
+                found[one] += numbers[other] * by[one, other]
+        return found.to(streams.dtype)
 
     def residual(self, normed: Tensor) -> Tensor:
         """Beside attention: what it reads plus a low-rank change of it. [tokens, hidden], also returned so."""
@@ -209,8 +209,9 @@ class LayerStreams:
 
     def corrected(self, predicted: Tensor, computed: Tensor) -> Tensor:
         """Streams, of which the active one was computed: [tokens, hidden]."""
-        by = self._correct(self._shares(computed)).T.unsqueeze(-1) + 1  # [count, tokens, 1]
-        return predicted + (computed - predicted[self.active]) * by
+        by = self._correct(self._shares(computed)).float().T.unsqueeze(-1) + 1  # [count, tokens, 1]
+        off = computed.float() - predicted[self.active].float()
+        return (predicted.float() + off * by).to(predicted.dtype)
 
     def read(self, streams: Tensor) -> Tensor:
         """What the layer's own input multiplies: [tokens, hidden]."""

@@ -72,6 +72,9 @@ BY_ROWS = "qwen3_5_moe_text"  # the layout that may have them so, too, each matr
 STACKED_BY_ROWS = f"{BY_ROWS}, stacked"
 BESIDE = "gemma4_text"  # the layout that has all experts in one tensor each of gate and up, and of down
 BESIDE_SPLIT = f"{BESIDE}, split"  # the same with a tensor for each expert: GGUF's
+OSS, OSS_SPLIT = "gpt_oss", "gpt_oss, split"
+SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT}  # what layouts are in GGUF files
+_NAMES[OSS_SPLIT] = _ExpertNames("mlp.router")
 _NAMES |= dict.fromkeys((BESIDE, BESIDE_SPLIT), _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"))
 
 
@@ -686,7 +689,7 @@ def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWe
 
 
 def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
-    if config.layout == "gpt_oss":
+    if config.layout == OSS:
         return _gpt_oss_targets(config, weights)
     if config.layout in ALL_STACKED:
         shared = _shared_targets("mlp.shared_expert", ("gate_proj", "up_proj", "down_proj"), weights)
@@ -707,6 +710,10 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
         for name, into in zip(inner, rows, strict=True):
             matrix = "down" if name == inner[-1] else "gate_up"
             targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+    if weights.router_bias is not None and weights.gate_up_bias is not None and weights.down_bias is not None:
+        parts = (*weights.gate_up_bias.chunk(2, 1), weights.down_bias)
+        targets |= {f"mlp.experts.{name}_bias": Target(into) for name, into in zip(projections, parts, strict=True)}
+        targets[f"{names.router}.bias"] = Target(weights.router_bias)
     if weights.choice_bias is not None:
         # ERNIE's is [1, experts]
         into = weights.choice_bias.unsqueeze(0) if config.layout == "ernie4_5_moe" else weights.choice_bias

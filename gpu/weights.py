@@ -19,12 +19,11 @@ from gpu.blocks import FORMATS, BlockWeight
 from gpu.checkpoint import BYTES, FLOATS, Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors
 from gpu.parallel.ranks import Shard
 from gpu.parameters import (
-    BESIDE,
-    BESIDE_SPLIT,
     BY_ROWS,
     EMBEDDING,
     HEAD,
     INPUTS,
+    SPLIT,
     STACKED_BY_ROWS,
     Empty,
     LayerWeights,
@@ -79,8 +78,8 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
     layout, stored = None if config.experts is None else config.experts.layout, checkpoint.tensors
     if layout == BY_ROWS and has_stacked_experts(stored):
         layout = STACKED_BY_ROWS
-    if layout == BESIDE and any(".experts.0." in name for name in stored):
-        layout = BESIDE_SPLIT
+    if layout in SPLIT and any(".experts.0." in name for name in stored):
+        layout = SPLIT[layout]
     if config.experts is not None and layout is not None:
         config = replace(config, experts=replace(config.experts, layout=layout))
     _check(checkpoint, config)

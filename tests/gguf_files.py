@@ -24,6 +24,9 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
     "gemma3_text": "gemma3",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "gpt_oss": "gpt-oss",
+    "lfm2_moe": "lfm2moe",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "qwen2_5_vl_text": "qwen2vl",
@@ -34,6 +37,7 @@ ARCHITECTURES = {
 }
 TURNED = (
     "llama",
+    "arcee",
     "smollm3",
     "granite",
     "granitehybrid",
@@ -70,19 +74,22 @@ def write_gguf(
     names = gguf.get_tensor_name_map(kinds[architecture], _num_blocks(config))
     stored = load_file(directory / "model.safetensors")
     tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
-    for name, rows in _stacked_experts(_with_state_spaces(tensors, config)).items():
+    for name, rows in _stacked_experts(_with_split_experts(_with_state_spaces(tensors, config), config)).items():
         if architecture in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
             rows = _permute(rows, heads)
         if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             rows = rows + 1
-        if name.endswith("shared_expert_gate.weight"):
+        if name.endswith(("shared_expert_gate.weight", "conv.conv.weight", "e_score_correction_bias")):
             rows = rows.squeeze()
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace(".expert_bias", ".expert_bias.bias").replace("self_attn.sinks", "self_attn.sinks.weight")
         name += ".weight" if name.endswith(("layer_scalar", "correct_output_scale", "experts.gate_up_proj")) else ""
         name += ".weight" if name.endswith("experts.down_proj") else ""
         name = re.sub(r"model.layers.(\d+).router.scale", r"blk.\1.ffn_gate_inp.scale", name)
         name = re.sub(r"model.layers.(\d+).router.per_expert_scale", r"blk.\1.ffn_down_exps.scale", name)
+        if config["model_type"] == "lfm2_moe" and (".feed_forward.experts" in name or ".feed_forward.gate." in name):
+            name = name.removeprefix("model.")
         own = name.replace("mixer.experts", "mlp.experts")
         own = own.replace("model.", "backbone.", 1) if config["model_type"] == "nemotron_h" and own == name else own
         found = names.get_name(own, try_suffixes=(".weight", ".bias")) or names.get_name(name, (".weight",)) or name
@@ -151,10 +158,10 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(_num_blocks(config))
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(_mlp_width(config))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps", config.get("rms_norm_eps")))
     writer.add_vocab_size(config["vocab_size"])
     if family != "gemma2":
         writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
@@ -163,6 +170,10 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_value_length(head_dim)
     if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4", "glm4_moe", "granitemoehybrid"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -173,6 +184,26 @@ def _num_blocks(config: dict[str, Any]) -> int:
     """Layers that predict later tokens included: conversion/glm.py."""
     total: int = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
     return total
+
+
+def _mlp_width(config: dict[str, Any]) -> Any:
+    """conversion/lfm2.py, _add_feed_forward_length."""
+    return (
+        parse_model_config(config).intermediate_size if config["model_type"] == "lfm2" else config["intermediate_size"]
+    )
+
+
+def _with_split_experts(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """conversion/gpt_oss.py, modify_tensors."""
+    found = dict(tensors)
+    for name in tensors if config["model_type"] == "gpt_oss" else ():
+        stem, _, kind = name.rpartition(".")
+        if kind in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            rows = found.pop(name)
+            rows, end = (rows, "bias") if kind.endswith("_bias") else (rows.transpose(1, 2), "weight")
+            parts = {"down": rows} if kind.startswith("down") else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            found |= {f"{stem}.{part}_proj.{end}": one.contiguous() for part, one in parts.items()}
+    return found
 
 
 def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -189,7 +220,7 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_embedding_scale(config["embedding_multiplier"])
             writer.add_residual_scale(config["residual_multiplier"])
             writer.add_logit_scale(config["logits_scaling"])
-        case "mixtral" | "qwen3_moe" | "qwen2_moe":
+        case "mixtral" | "qwen3_moe" | "qwen2_moe" | "lfm2_moe" | "gpt_oss":
             writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
         case _:
@@ -206,8 +237,23 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if family in ("qwen3_moe", "qwen2_moe"):
+    if family in ("qwen3_moe", "qwen2_moe", "lfm2_moe", "ernie4_5_moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if family in ("lfm2", "lfm2_moe"):
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_head_count_kv([config["num_key_value_heads"] * (one != "conv") for one in config["layer_types"]])
+    if family == "lfm2_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+    if family == "ernie4_5_moe":
+        writer.add_expert_count(config["moe_num_experts"])
+        writer.add_expert_used_count(config["moe_k"])
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    if family == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
 def _write_layer_inputs(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -80,6 +80,11 @@ AS_LLAMA_CPP_HAS_IT: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "olmo2": {},
     "phi3": {},
+    "arcee": {},
+    "ernie4_5_moe": {},
+    "gpt_oss": {},
+    "lfm2": {"block_auto_adjust_ff_dim": True},
+    "lfm2_moe": {},
     "gemma2": {"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"query_pre_attn_scalar": 24, "layer_types": None, "sliding_window_pattern": 6},
 }
