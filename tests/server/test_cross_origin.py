@@ -97,7 +97,7 @@ def test_without_keys_no_page_of_others_asks(method: str, host: str, lines: list
 
 
 def test_a_certificate_that_the_browser_shows_by_itself_lets_no_page_in() -> None:
-    tenant = Tenant("router", certificates=("DNS:router.example",))
+    tenant = Tenant(name="router", certificates=("DNS:router.example",))
     for lines, expected in ([], 200), (["Origin: http://evil.example"], 403):
         with serving(tenants=(tenant,)) as server:
             server.network.peer = Peer(certificate=ClientCertificate("CN=router", (("DNS", "router.example"),)))
