@@ -3,6 +3,7 @@
 import pytest
 
 from server.gate.cross_origin import origin_value
+from server.gate.identity import make_directory
 from server.gate.tenants import Tenant
 from server.values import BadValueError
 from server.wire.messages import ClientCertificate, Peer
@@ -99,7 +100,8 @@ def test_without_keys_no_page_of_others_asks(method: str, host: str, lines: list
 def test_a_certificate_that_the_browser_shows_by_itself_lets_no_page_in() -> None:
     tenant = Tenant(name="router", certificates=("DNS:router.example",))
     for lines, expected in ([], 200), (["Origin: http://evil.example"], 403):
-        with serving(tenants=(tenant,)) as server:
+        with serving() as server:
+            server.gate.authenticator.directory = make_directory((tenant,))
             server.network.peer = Peer(certificate=ClientCertificate("CN=router", (("DNS", "router.example"),)))
             assert server.ask(with_lines(chat(), *lines)).status == expected
 
