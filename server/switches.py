@@ -81,7 +81,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         requests: of each its arrival, its first token (None: its client left before, or it was refused) and its end.
-        mean_first_token_ms: from its arrival (None: there was none); this and the gaps are of those whose clients stay and read.
+        mean_first_token_ms: from its arrival; this and the gaps are of those whose clients stay and read. None: no
+            token came.
         num_refused: at once, by admission.
         num_late: whose clients have left before their first token.
         p95_gap_ms, longest_gap_ms: between two tokens of a sequence.
