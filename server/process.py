@@ -60,7 +60,7 @@ from server.own_processes import Processes, home_of_sockets
 from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
-from server.upstream.pool import Pool, tls_towards
+from server.upstream.pool import Pool, access_to
 from server.upstream.settings import ModelSettings, refuse_same_names
 from server.wire.tls import ServerTls, server_tls
 
@@ -570,14 +570,14 @@ class Server:
         Raises:
             StartupError: a file that the list names cannot be used: nothing has changed.
         """
-        for one in models:
-            one.api_key()
-            tls_towards(one)
+        accesses = [access_to(one) for one in models]
         known = {one.settings.name: one for one in self._upstream_pools if any(map(one.can_take, models))}
-        pools = [known.get(one.name) or Pool(one, self._loop) for one in models]
-        for pool, settings in zip(pools, models, strict=True):
-            pool.take(settings)
+        pools = list[Pool]()
+        for settings, access in zip(models, accesses, strict=True):
+            pool = known.get(settings.name) or Pool(settings, self._loop, access)
+            pool.take(settings, access)
             pool.start()
+            pools.append(pool)
         gone = [one for one in self._upstream_pools if one not in pools]
         for pool in gone:
             pool.leave()
