@@ -75,6 +75,7 @@ GC_THRESHOLDS = (5_000, 5, 20_000)
 FAREWELL_S = 2.0  # for clients to take the last error events
 HURRIED_FAREWELL_S = 1.0  # likewise, after a second signal
 ENGINE_STOP_S = 10.0  # for the running step to end
+PREPARE_AFTER_S = 3.0  # what tries grammars out starts then: the first requests have the processor to themselves
 
 
 class Server:
@@ -151,6 +152,7 @@ class Server:
         self._live = self._app.live = live_of(self._app, self._loop, config.deadlines)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
+        self._preparing: asyncio.TimerHandle | None = None  # what tries grammars out
         self._token_counters = {
             one.name: self._token_counter(one) for one in config.models if one.tokenizer is not None
         }
@@ -285,7 +287,8 @@ class Server:
         own = OwnBackend(reader, client, self._admission(lambda: client.stats))
         self._name_models(own)
         self._serve(own, loaded.facts)
-        self._compiling.submit(reader.make_compiler().prepare)
+        prepare = reader.make_compiler().prepare
+        self._preparing = self._loop.call_later(PREPARE_AFTER_S, lambda: self._compiling.submit(prepare))
         if loaded.read_adapter is not None:
             given = config.max_loras, config.lora_dir, self._clock
             self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
@@ -635,6 +638,8 @@ class Server:
             self._agent.close()
         if self._relaying is not None:
             self._relaying.cancel()
+        if self._preparing is not None:
+            self._preparing.cancel()
         self._compiling.shutdown(wait=False, cancel_futures=True)
         for pool in (*self._pools, *self._left_pools):
             await pool.close()
