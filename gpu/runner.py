@@ -140,6 +140,7 @@ class ModelRunner:
             max_drafts=max_drafts,
             num_kept_states=None if config.recurrence is None else memory.num_kept_states,
             window=config.longest_window,
+            shares_answers=not engine.deterministic,
         )
 
     def _tune(self, memory: MemoryPlan) -> Tuning:

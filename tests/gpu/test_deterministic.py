@@ -13,6 +13,7 @@ from torch import Tensor
 from core.config import QUANTIZE_SCHEMES
 from core.errors import StartupError
 from core.scheduler import Scheduler
+from core.types import Request, SamplingParams
 from gpu.loading import load_runner
 from gpu.model import Model
 from gpu.runner import keeps_rounding
@@ -61,6 +62,25 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
         alone = Scheduler(limits, (EOS,), seeds=lambda: 0, speculates=False, has_prefix_cache=False)
         expected = WorkloadRun(Workload([(0, request)]), alone, runner, FakeClock()).run()
         assert found[request.request_id] == expected[request.request_id]
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_a_chat_goes_on_with_the_same_bits_whether_its_answer_was_kept_or_not(
+    model_directory: Callable[[str], Path], is_deterministic: bool
+) -> None:
+    """What was sampled is computed token by token, a prompt in tiles: the two round differently."""
+    runner = open_runner(model_directory("qwen3"), replace(ENGINE, deterministic=is_deterministic))
+    greedy = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, num_logprobs=0)
+    first = Request("first", tuple(random.Random(0).choices(range(3, 250), k=150)), greedy, arrival_s=0.0)
+    kept, empty = (Scheduler(runner.limits, (EOS,), seeds=lambda: 0) for _ in range(2))
+    (answered,) = WorkloadRun(Workload([(0, first)]), kept, runner, FakeClock()).run()["first"].endings
+    second = Request("second", (*first.prompt_ids, *answered.token_ids, 7, 8, 9), greedy, arrival_s=0.0)
+    found, alone = (
+        WorkloadRun(Workload([(0, second)]), one, runner, FakeClock()).run()["second"].endings for one in (kept, empty)
+    )
+    num_cached = kept.stats().num_cache_hits
+    assert num_cached == (150 // 16 if is_deterministic else 209 // 16) * 16
+    assert (found == alone) or not is_deterministic
 
 
 def test_a_matmul_that_rounds_by_company_is_found(
