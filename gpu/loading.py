@@ -22,12 +22,12 @@ from gpu.kv_cache import num_blocks_for
 from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, draft_room, mtp_bytes, plan_checkpoint
 from gpu.mtp import MtpDrafts, MtpModel, MtpRunner
-from gpu.operators import Operators
+from gpu.operators import Operators, not_deterministic
 from gpu.parallel.ranks import Ranks, Shard
 from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
-from gpu.tune import find_operators, timed_steps
+from gpu.tune import find_operators, timed_steps, why_not_deterministic
 from gpu.weights import (
     MatrixForm,
     check_checkpoint,
@@ -132,7 +132,9 @@ def load_planned(
     """
     choice, part = memory.device, config if shard is None else shard.config
     operators = find(part, choice)  # compiles or loads kernels
-    operators.ranks = ranks
+    operators.ranks, operators.is_deterministic = ranks, engine.deterministic
+    if engine.deterministic and (why := why_not_deterministic(part, engine, choice)) is not None:
+        raise not_deterministic(why)
     operators.has_blocks = why_no_blocks(part, engine, choice.device, choice.dtype) is None
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
