@@ -132,7 +132,7 @@ def load_planned(
     """
     choice, part = memory.device, config if shard is None else shard.config
     operators = find(part, choice)  # compiles or loads kernels
-    operators.ranks, operators.is_deterministic = ranks, engine.deterministic
+    operators.ranks = ranks
     if engine.deterministic and (why := why_not_deterministic(part, engine, choice)) is not None:
         raise not_deterministic(why)
     operators.has_blocks = why_no_blocks(part, engine, choice.device, choice.dtype) is None

@@ -95,6 +95,7 @@ class ModelRunner:
         self.drafts: DraftModel | None = None
         self.config = config
         self._engine, self.operators = engine, operators
+        operators.is_deterministic = engine.deterministic  # before the model makes its matmuls
         self.captured = Captured()
         self.offload: KVOffload | None = None
         self.memory = memory

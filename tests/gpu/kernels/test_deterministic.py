@@ -1,26 +1,22 @@
 """--deterministic by Triton's kernels: a row's bits are the same in any company, whatever torch would do there."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig
+from core.config import EngineConfig, ModelConfig
 from core.errors import StartupError
-from core.plan import StepPlan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.kernels import matmul
 from gpu.kernels.matmul import GroupedExperts, Matmul
+from gpu.kernels.operators import TritonOperators
 from gpu.kernels.sizes import FIXED_TILES, SMALL_ROWS, splits_for
 from gpu.layers import GATED
-from gpu.loading import load_planned
 from gpu.tune import why_not_deterministic
 from tests.fakes import FakeClock
 from tests.gpu.conftest import ENGINE
@@ -117,3 +113,35 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
         alone = Scheduler(limits, (EOS,), seeds=lambda: 0, has_prefix_cache=False)
         expected = WorkloadRun(Workload([(0, request)]), alone, runner, FakeClock()).run()
         assert found[request.request_id] == expected[request.request_id]
+
+
+EXPERTS_SCALED = replace(EXPERTS, scales_inputs=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "why"),
+    [
+        (CONFIG, EngineConfig(), None),
+        (replace(CONFIG, experts=EXPERTS), EngineConfig(), None),
+        (
+            replace(CONFIG, experts=EXPERTS_SCALED),
+            EngineConfig(max_loras=1),
+            "experts that scale their inputs and adapt",
+        ),
+        (replace(CONFIG, head_dim=1024), EngineConfig(), "heads of 1024"),
+    ],
+)
+def test_what_cannot_be_kept_on_a_device_is_refused_by_name(
+    config: ModelConfig, engine: EngineConfig, why: str | None, hopper: None
+) -> None:
+    found = why_not_deterministic(config, engine, CUDA)
+    assert found is None if why is None else why in (found or "")
+
+
+def test_a_matrix_that_no_kernel_knows_is_refused(device: torch.device) -> None:
+    operators = TritonOperators(CONFIG, torch.float32, device)
+    unknown = torch.ones(8, 64, device=device)[:, :32]
+    assert operators.linear(unknown, None) is not None
+    operators.is_deterministic = True
+    with pytest.raises(StartupError, match="--deterministic cannot be kept: the kernels do not support a matrix"):
+        operators.linear(unknown, None)
