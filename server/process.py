@@ -278,8 +278,8 @@ class Server:
         config = self._config
         stores = config.store_responses_s is not None
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases, stores)
-        if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
-            reader.turns = None
+        if reader.turns is not None:
+            reader.turns.keeps_answers = not config.deterministic
         reader.records = self._recorder is not None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         own = OwnBackend(reader, client, self._admission(lambda: client.stats))

@@ -199,7 +199,7 @@ class PromptReader:
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
         remember = None
-        if self.turns is not None and texts[0] is not None:
+        if self.turns is not None and self.turns.keeps_answers and texts[0] is not None:
             may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
             num_unshown = None if call.tools is None else partial(_num_unshown, call)
             begun = Begun(domain, texts[0], np.array(ids[0], np.int32), may_think, num_unshown)
