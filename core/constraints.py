@@ -622,6 +622,21 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def well_formed(schema: Any) -> Any:
+    """What can be read of a schema whose depth is bounded: without keywords that have a value of the wrong type."""
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value for key, value in schema.items() if key not in _VALUES or _VALUES[key][0](value)}
+    for keyword, value in made.items():
+        if keyword in _SCHEMAS_BY_NAME:
+            made[keyword] = {name: well_formed(one) for name, one in value.items()}
+        elif keyword in _SCHEMA_LISTS:
+            made[keyword] = [well_formed(one) for one in value]
+        elif keyword in _SCHEMAS:
+            made[keyword] = well_formed(value)
+    return made
+
+
 def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     """Raises InvalidRequest: values of the wrong type, or bounds that the library does not hold."""
     for keyword in schema.keys() & _VALUES.keys():
