@@ -554,7 +554,8 @@ class HostMemory:
         return min(took_s) / (2 * num_blocks)
 
     def read(self, slot: int) -> bytes:
-        return self._bytes[slot].tobytes()
+        content: bytes = self._bytes[slot].tobytes()
+        return content
 
     def write(self, slot: int, content: bytes) -> None:
         """Fill a slot with what read() returned."""
