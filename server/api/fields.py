@@ -32,6 +32,7 @@ _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 # Below it the division of logits overflows, and sampling is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
+_LEAST_SHARE = 1e-6  # of top_p and typical_p: at 0 one token is kept, too
 
 # The call: what a request of any surface becomes.
 
@@ -78,6 +79,12 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     continues_last: bool = False
 
 
+class MixedPrompt(msgspec.Struct, frozen=True):
+    """Texts and ids that follow one another: what the model wants around a text is before a first one alone."""
+
+    parts: tuple[str | tuple[int, ...], ...]
+
+
 class PairPrompt(msgspec.Struct, frozen=True):
     """Two texts to be scored together: a query and a document.
 
@@ -90,7 +97,7 @@ class PairPrompt(msgspec.Struct, frozen=True):
     instruction: str | None = None
 
 
-Prompt = TextPrompt | IdsPrompt | ChatPrompt | PairPrompt
+Prompt = TextPrompt | IdsPrompt | MixedPrompt | ChatPrompt | PairPrompt
 
 
 class TokenWishes(msgspec.Struct, frozen=True):
@@ -283,13 +290,13 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     model: ModelName | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     # Beyond these the scaled logits leave float32
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_n_sigma: Annotated[float, Meta(ge=-1, le=1000)] | None = None
     xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -322,12 +329,24 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
+class ClampedFields(SamplingFields, frozen=True, kw_only=True):
+    """Of Ollama's and llama-server's surfaces: what is beyond a range counts as its end; no temperature is too high."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+
+
 class ChoiceFields(SamplingFields, frozen=True, kw_only=True):
     """The fields that chat and completions have beside, as vLLM has them."""
 
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
+
+
+_SHARES = {"top_p": _LEAST_SHARE, "typical_p": _LEAST_SHARE, "min_p": 0.0}  # of the tokens that may come: their least
 
 
 def _shared(source: type[msgspec.Struct], target: type[msgspec.Struct]) -> tuple[str, ...]:
@@ -486,6 +505,8 @@ def _sampling_params(
             values[name] = value
     if not 0 <= values["min_tokens"] <= values["max_tokens"]:
         raise InvalidRequest("min_tokens must be from 0 to max_tokens.", "min_tokens")
+    for name, least in _SHARES.items():
+        values[name] = min(max(values.get(name, 1.0), least), 1.0)
     if values["temperature"] < _GREEDY_TEMPERATURE:
         values["temperature"] = 0.0
     if not 0 < values["top_k"] < defaults.vocab_size:

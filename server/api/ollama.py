@@ -18,12 +18,12 @@ from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode, parse_object
 from server.api.fields import (
     ChatPrompt,
+    ClampedFields,
     DefaultsOf,
     GenerationCall,
     GenerationDefaults,
     MaxTokens,
     Message,
-    SamplingFields,
     TextPrompt,
     chat_prompt,
     generation_call,
@@ -72,7 +72,7 @@ class NothingAsked(InvalidRequest):
         self.model, self.is_chat, self.keep_alive = model, is_chat, keep_alive
 
 
-class OllamaFields(SamplingFields, frozen=True, kw_only=True):
+class OllamaFields(ClampedFields, frozen=True, kw_only=True):
     """Of both; `options` lie beside them by then."""
 
     max_tokens: MaxTokens | None = None
