@@ -742,7 +742,7 @@ def check_task(model: ServedModel, asked: str) -> None:
     makes = {"generate": "generates text", "embed": "makes embeddings", "score": "scores texts by a query"}[is_given]
     paths = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
     message = f"The model {model.id!r} {makes}, and nothing else. Ask it on {paths[is_given]}, or name another model"
-    if asked == "embed" and is_given == "generate":
+    if is_given == "generate":
         message += "; its operator can let it pool its hidden states: --pooling last, or mean"
     raise InvalidRequest(f"{message}.", "model", "unsupported_model")
 

@@ -16,6 +16,7 @@ from server.api.fields import (
     GenerationCall,
     MaxTokens,
     Message,
+    NumLikely,
     Prediction,
     chat_prompt,
     flatten,
@@ -53,7 +54,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None  # max_tokens' newer name, which wins
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLikely | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

@@ -265,6 +265,11 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
 
 # The fields. null is as good as absent.
 
+LIMIT = "x-limit"  # in a type's JSON schema: a field of RequestLimits, that bounds its value or its length
+NumChoices = Annotated[int, Meta(ge=1, extra_json_schema={LIMIT: "num_choices"})]
+NumLikely = Annotated[int, Meta(ge=0, extra_json_schema={LIMIT: "num_top_logprobs"})]
+_Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
+_SEED = {"minimum": -(2**63), "maximum": 2**64 - 1}  # beyond what Meta holds
 ModelName = Annotated[str, Meta(min_length=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 LastTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # how many; -1: all
@@ -306,11 +311,11 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     dry_penalty_last_n: LastTokens | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Meta(min_length=1, max_length=16)] | None = None
     repeat_last_n: LastTokens | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: _StopString | list[_StopString] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Meta(extra_json_schema={LIMIT: "num_logit_biases"})] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    n: NumChoices | None = None
+    seed: Annotated[int, Meta(extra_json_schema=_SEED)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(extra_json_schema={LIMIT: "num_stops"})] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
     context_policy: Policy | ContextWishes | None = None
@@ -341,7 +346,7 @@ class ClampedFields(SamplingFields, frozen=True, kw_only=True):
 class ChoiceFields(SamplingFields, frozen=True, kw_only=True):
     """The fields that chat and completions have beside, as vLLM has them."""
 
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NumLikely | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
 
@@ -519,7 +524,7 @@ def _sampling_params(
     if _NO_PENALTIES.items() <= ({**_NO_PENALTIES} | values).items():  # a window of nothing costs nothing
         values["repeat_last_n"] = -1
     if fields.seed is not None:
-        check_range("seed", fields.seed, -(2**63), 2**64 - 1)
+        check_range("seed", fields.seed, _SEED["minimum"], _SEED["maximum"])
         values["seed"] = None if fields.seed == ANY_SEED else fields.seed % 2**64
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     if len(stops) > defaults.limits.num_stops:

@@ -19,6 +19,7 @@ from server.api.fields import (
     GenerationDefaults,
     IdsPrompt,
     MixedPrompt,
+    NumLikely,
     Prompt,
     TextPrompt,
     check_range,
@@ -45,7 +46,7 @@ class Chunk(msgspec.Struct, frozen=True):
 class _Body(ClampedFields, frozen=True, kw_only=True):
     max_tokens: MostTokens | None = None
     response_fields: Annotated[list[str], Meta(max_length=64)] | None = None
-    n_probs: int | None = None
+    n_probs: NumLikely | None = None
     return_tokens: bool | None = None
 
 

@@ -24,6 +24,7 @@ from server.api.fields import (
     GenerationDefaults,
     MaxTokens,
     Message,
+    NumLikely,
     TextPrompt,
     chat_prompt,
     generation_call,
@@ -80,7 +81,7 @@ class OllamaFields(ClampedFields, frozen=True, kw_only=True):
     think: bool | str | None = None
     keep_alive: str | float | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLikely | None = None
 
 
 class ChatBody(OllamaFields, frozen=True, kw_only=True):

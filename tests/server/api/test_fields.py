@@ -167,6 +167,19 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> Non
     assert param(**fields) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"context_policy": "all"}, "context_policy must be one of error, drop_oldest_turns, "),
+        ({"context_policy": {"type": "all"}}, "context_policy.type must be one of error, drop_oldest_turns, "),
+        ({"early_stopping": "maybe"}, "early_stopping must be never, not 'maybe'."),
+        ({"prediction": {"type": "x", "content": "a"}}, "prediction.type must be content, not 'x'."),
+    ],
+)
+def test_a_refusal_names_the_values_that_there_are(fields: dict[str, Any], expected: str) -> None:
+    assert wire.refusal(chat.SURFACE, **ASK, **fields).message.startswith(expected)
+
+
 def test_tools_that_are_not_functions_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     foreign = [{"type": "web_search"}, {"type": "code_interpreter"}, {"type": "web_search"}]
     for surface, ask in ((chat.SURFACE, ASK), (responses.SURFACE, {"input": "Hi"})):
