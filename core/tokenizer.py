@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
@@ -112,7 +113,7 @@ class Tokenizer:
         self.table = self.full_table.without(self.special_ids)  # for answers
         self._breakers: dict[tuple[str, ...], Breakers] = {}
         self._tables = {frozenset[str](): self.table}
-        self._control = _ControlTokens(backend, "\n".join(templates), user_turn)
+        self._control = _ControlTokens(backend, "\n".join(templates), user_turn, self.vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
@@ -280,6 +281,15 @@ class Tokenizer:
             return []
         return ids + self.encode(rest, add_special_tokens=False) if left.endswith(data) else []
 
+    def control_of(self, text: str) -> list["ControlToken"]:
+        """The control tokens of a rendered chat, in their order; none, where its text does not tell them."""
+        return self._control.tokens_of(text)
+
+    def places_of_control(self, token_ids: Sequence[int], start: int) -> list[int]:
+        """Where a chat's ids have control tokens, from a place on."""
+        found: list[int] = np.flatnonzero(self._control.are_control[np.array(token_ids[start:], np.int32)]).tolist()
+        return [start + at for at in found]
+
     def may_have(self, text: str, part: slice, control: Sequence["ControlToken"]) -> bool:
         """Whether ids with these control tokens may stand for a part of a rendered chat that spells them."""
         return self._control.may_have(text, part, control)
@@ -340,11 +350,16 @@ def _kept_of_pair(num_first: int, num_second: int, over: int) -> tuple[int, int]
 
 
 class ControlToken(NamedTuple):
-    """Where a control token is in a text."""
+    """Where a control token is in a text.
+
+    Args:
+        may_cut: the ids of a rendered chat are those of its parts before and behind the token's beginning.
+    """
 
     start: int
     stop: int
     id: int
+    may_cut: bool = False
 
 
 class _TokenTexts:
@@ -377,7 +392,7 @@ class _ControlTokens:
     These are all special tokens, and the other added tokens that _MARKUP and _PIPED select.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, templates: str, user_turn: str) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, templates: str, user_turn: str, vocab_size: int) -> None:
         added = backend.get_added_tokens_decoder()
         in_turn = set(_ids(backend, [user_turn], add_special_tokens=False)[0]) if user_turn else set()
         self._tokens: dict[int, AddedToken] = {}
@@ -403,8 +418,23 @@ class _ControlTokens:
             self._plain_inner = _without_control(backend, self._tokens.keys())
             self._plain_inner.pre_tokenizer = pre_tokenizer
 
+        self.are_control = np.zeros(vocab_size, np.bool_)  # by id
+        self.are_control[list(self._tokens)] = True
+
     def has(self, token_id: int) -> bool:
         return token_id in self._tokens
+
+    def tokens_of(self, text: str) -> list[ControlToken]:
+        """As Tokenizer.control_of."""
+        origins = text.origins if isinstance(text, MarkedText) else bytes(len(text))
+        found: list[ControlToken] = []
+        for match in self._spelled.finditer(text) if self._tokens and self._is_spelled_out else ():
+            (start, stop), token_id = match.span(), self._ids[match[0]]
+            if not self._is_refused(token_id, written := origins[start:stop]):
+                token = self._tokens[token_id]
+                may_cut = not (any(written) or token.lstrip or token.single_word)
+                found.append(ControlToken(start, stop, token_id, may_cut))
+        return found
 
     def begins_at(self, text: str, at: int) -> bool:
         return bool(self._tokens) and self._spelled.match(text, at) is not None

@@ -26,7 +26,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, FinishReason, SamplingParams, Usage
 from server.api import ollama
 from server.api.decoding import convert, parse_object
-from server.api.fields import GenerationCall, MaxTokens, RequestLimits
+from server.api.fields import GenerationCall, MaxTokens, RequestLimits, TokenWishes
 from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
 from server.backend import CountTokens
@@ -55,6 +55,7 @@ LINGER_S = 0.5  # after the last event, for the answer's end, whatever else come
 MANY_TOKENS = 2**31  # where a request sets no bound
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
 MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
+LEAST_PIECE_BYTES = 16  # of an answer, beyond MORE_EVENTS of them
 EMPTY_A_SECOND = 16  # of them that pass nothing on yet, where a request sets no bound: news of a queue are 10
 ASK_S = 60.0  # for an answer that no generation writes
 # As templates order them, and as /infill puts them before its prompt
@@ -264,6 +265,7 @@ class Relay:
             name, is_stream = name.removesuffix(ollama.LATEST), asked.stream is not False
         if passage.form == "document":
             name, is_stream, max_tokens = name.removesuffix(ollama.LATEST), False, 0
+        options = asked.stream_options or {}
         call = GenerationCall(
             model=name,
             prompts=(),
@@ -273,7 +275,8 @@ class Relay:
             deadlines=ANY_TIME if asked.deadlines is None else ANY_TIME.replaced_by(asked.deadlines),
             is_stream=is_stream,
             tells_queue=isinstance(asked.timings, dict) and asked.timings.get("queue") is True,
-            includes_usage=bool((asked.stream_options or {}).get("include_usage")),
+            includes_usage=bool(options.get("include_usage")),
+            tokens=TokenWishes(counts_usage=bool(options.get("continuous_usage_stats"))),
             is_resumable=bool(asked.resumable),
             echo=bool(fields.get("echo")),
         )
@@ -445,7 +448,7 @@ class RelayHandle:
         most = min(request.max_tokens, relay.most_tokens)
         reserved, num = Usage(request.num_prompt_tokens, most * request.num_sequences), request.num_sequences
         self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, num, what.shown_fields, reserved)
-        self._num_bytes = self._num_events = self._num_empty = 0  # of the answer
+        self._num_bytes = self._num_pieces = self._num_events = self._num_empty = 0  # of the answer
         self._most_events = most * what.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
@@ -654,7 +657,10 @@ class RelayHandle:
         if not self._answer.is_done:  # its end is not put off by what follows
             self._heard_s = begun_s
         self._num_bytes += len(data)
+        self._num_pieces += 1
         try:
+            if self._num_pieces > MORE_EVENTS + self._num_bytes // LEAST_PIECE_BYTES:
+                raise UpstreamFault(f"it has sent {self._num_bytes} bytes in {self._num_pieces} pieces")
             if self._call.is_stream and not is_refusal:
                 for part in self._answer.push(data):
                     self._take(part, begun_s)

@@ -286,7 +286,7 @@ class UpstreamAnswer:
         if message.usage is not None or self._passage.form != "chunks":
             self._note_usage(message, data)
         event_name = None if name is None else name.decode("ascii", "ignore")
-        renamed = self._renamed(data)
+        renamed = self._renamed(data, hides_usage=bool(message.choices) and not self._call.tokens.counts_usage)
         framed = renamed + b"\n" if self._passage.form == "lines" else sse.event(renamed, event_name)
         if self._passage.is_parts:
             self.is_done = message.done or message.stop is True
@@ -359,9 +359,15 @@ class UpstreamAnswer:
             usage = msgspec.structs.replace(usage, **counts)
         self.usage = usage
 
-    def _renamed(self, data: bytes) -> bytes:
-        """With our id and the name that was asked for, also of the response or message in an event."""
+    def _renamed(self, data: bytes, hides_usage: bool = False) -> bytes:
+        """With our id and the name that was asked for, also of the response or message in an event.
+
+        Args:
+            hides_usage: it has an event of its own, which some servers leave to the last choice's.
+        """
         fields = _read_fields(data)
+        if hides_usage and "usage" in fields:
+            fields["usage"] = _NULL
         for name in ("response", "message") if self._passage.form == "names" else ():
             if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
                 fields[name] = msgspec.Raw(_encode(self._with_names(_read_fields(inner))))

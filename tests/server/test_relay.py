@@ -687,6 +687,7 @@ async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
 
 _ANSWER = _HEAD + _chunk(delta={"content": "a"}) + _chunk(delta={}, finish_reason="stop")
 _USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
+_CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -701,8 +702,10 @@ _USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
         (_ANSWER + b"data: [DONE]\n\n", _USAGE, {"stream": True}, "[DONE]"),
         (_ANSWER + b"data: [DONE]\n\n", b": comment\n\n", {"stream": True}, "[DONE]"),
         (_ANSWER + b"data: [DONE]\n\n", b"a", {"stream": True}, "[DONE]"),
+        (_CHUNKED, b"1\r\n{\r\n", {}, "pieces"),
+        (_CHUNKED, b"1\r\nd\r\n", {"stream": True}, "pieces"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
     said: bytes, again: bytes, fields: dict[str, Any], end: str, monkeypatch: pytest.MonkeyPatch
@@ -713,6 +716,21 @@ async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
         assert (end.encode() in answer.body, answer.body.count(b"data: [DONE]")) == (True, int(end == "[DONE]"))
         (upstream,) = front.server._pools[0].upstreams
         assert (upstream.num_active, upstream.num_failures) == (0, int(end != "[DONE]"))
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [({}, []), ({"include_usage": True}, [3]), ({"include_usage": True, "continuous_usage_stats": True}, [3, 3])],
+)
+async def test_usage_beside_the_last_choice_is_shown_once_to_those_who_ask(
+    options: dict[str, bool], counts: list[int]
+) -> None:
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
+    said = _HEAD + _chunk(delta={"content": "a"}) + b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(last)
+    async with saying(said) as url, serving(no_engine, models=(model(url, protocol="h1"),)) as front:
+        answer = await ask(front.server, closing(SURFACES["chat"](stream=True, stream_options=options)))
+    told = [one["usage"] for one in answer.events if one != "[DONE]" and one.get("usage")]
+    assert [one["completion_tokens"] for one in told] == counts
 
 
 _SETTINGS = raw_http2.settings()
