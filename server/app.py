@@ -475,6 +475,8 @@ class App:
             known = None if exchange.identify is None else exchange.identify()
             exchange.caller = known or await self.gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
+            if exchange.caller.key_id is None:  # a page would need to know nothing
+                self._cross_origin.check_page(exchange.request)
             if route.scope is Scope.ADMIN and exchange.caller == LOCAL_CALLER:
                 self._check_operator(exchange)
         if route.needs_model:

@@ -6,20 +6,23 @@ import subprocess
 import sys
 import threading
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.engine_loader import DEMO_NAME
 from server.gate.identity import Scope, create_key
 from tests.e2e.conftest import API_KEY, MODEL
 from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import post
 from tests.e2e.server_process import ServerProcess
 from tests.e2e.test_clients import needs
+from tests.server.test_dashboard import PAGE_CHECKS, needs_page_checks
 
 LONG = {"model": MODEL, "prompt": "What is a step?", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
@@ -125,9 +128,9 @@ def browsing(directory: Path) -> Iterator[Browser]:
 
 
 @contextmanager
-def asking(server: ServerProcess) -> Iterator[None]:
+def asking(server: ServerProcess, body: Mapping[str, Any] = LONG, key: str = API_KEY) -> Iterator[None]:
     """A stream that goes on until it is cancelled."""
-    thread = threading.Thread(target=post, args=(server.port, "/v1/completions", LONG, API_KEY))
+    thread = threading.Thread(target=post, args=(server.port, "/v1/completions", body, key))
     thread.start()
     try:
         yield
@@ -374,6 +377,96 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert page.failures == []
+
+
+AXE = """axe.run().then((told) => { window.found = told.violations.map((one) =>
+    [one.id, ...one.nodes.map((node) => `${node.html}: ${node.failureSummary}`)]) })"""
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+@needs_page_checks
+def test_axe_finds_nothing_on_any_view_light_or_dark_wide_or_narrow(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    keys, config = tmp_path / "keys.json", tmp_path / "tenants.toml"
+    config.write_text(TENANTS.format(keys=keys))
+    admin, _ = create_key(keys, datetime.now(UTC), "operators", scopes=(Scope.ADMIN, Scope.INFERENCE))
+    server = spawn("--config", str(config), model=None)
+    server.wait_ready()
+    axe = (PAGE_CHECKS / "axe-core" / "axe.min.js").read_text()
+    num_checked = 0
+    with browsing(tmp_path) as page:
+
+        def check(view: str, *waits: str) -> None:
+            nonlocal num_checked
+            for one in waits:
+                page.wait(one)
+            for scheme, width in product(("light", "dark"), (1280, 390)):
+                page.look_like(width, scheme)
+                page.evaluate("delete window.found")
+                page.evaluate(AXE)
+                page.wait("window.found !== undefined")
+                assert page.evaluate("found") == [], (view, scheme, width)
+                num_checked += 1
+
+        def go(path: str) -> None:
+            page.call("Page.navigate", url=f"{server.url}{path}")
+            page.wait("document.readyState === 'complete'")
+            page.evaluate(axe)
+
+        def click(place: str) -> None:
+            page.evaluate(f"document.querySelector({place!r}).click()")
+
+        go("/dashboard")
+        check("the login", "document.activeElement.id === 'key'")
+        type_into(page, "key", admin)
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('state').textContent === 'ready'")
+        page.evaluate("location.hash = 'playground'")
+        page.wait("document.getElementById('chat-model').value !== ''")
+        page.evaluate("document.querySelector('[name=max_tokens]').value = 8")
+        click("#chat summary")
+        page.evaluate("document.getElementById('chat').requestSubmit()")
+        page.wait("document.querySelectorAll('#chat-choices .token').length === 8")
+        page.evaluate("document.querySelector('#chat-choices .token').focus()")
+        check(
+            "the playground",
+            "document.querySelector('#alternatives button') !== null",
+            "document.getElementById('chat-stages').innerText.includes('last flush')",
+        )
+        page.evaluate("location.hash = 'tour'")
+        click("#tour-send")
+        page.evaluate("document.getElementById('switch').value = 'overload'")
+        page.evaluate("document.getElementById('simulate').requestSubmit()")
+        check(
+            "the tour",
+            "document.querySelectorAll('#tour-stages li').length === 15",
+            "document.querySelectorAll('#runs rect.refused').length > 2",
+        )
+        page.evaluate("location.hash = 'server'")
+        body = LONG | {"model": DEMO_NAME}
+        with asking(server, body, admin):
+            check(
+                "the server",
+                "document.getElementById('block').textContent.includes(' used')",
+                "document.getElementById('step').textContent.includes('median')",
+                "document.querySelector('#running button:not(.link)') !== null",
+                "document.getElementById('promises').innerText.includes('broken')",
+                "document.querySelector('#tiles .chart canvas') !== null",
+            )
+            click("#running button:not(.link)")
+        page.wait("document.querySelectorAll('#ended tbody tr').length === 3")
+        click("#ended button")
+        page.wait("!document.getElementById('why').hidden")
+        click("#why")
+        check("a request", "document.getElementById('verdict').textContent.includes('.')")
+        page.press("Escape", 27)
+        click("[aria-label^='Change the limits of acme']")
+        check("a choice", "document.getElementById('choice').open")
+        go("/docs#post_v1_chat_completions")
+        check("the API", "document.querySelector('#post_v1_chat_completions[open] pre') !== null")
+    assert num_checked == 7 * 4
 
 
 @pytest.mark.slow
