@@ -224,7 +224,7 @@ class PromptReader:
         self, call: GenerationCall, text: str, ids: tuple[int, ...], domain: Domain
     ) -> Callable[[Sequence[int], str], None] | None:
         """As Prepared.remember, of a chat."""
-        if self.turns is None:
+        if self.turns is None or not self.turns.keeps_answers:
             return None
         may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
         num_unshown = None if call.tools is None else partial(_num_unshown, call)

@@ -198,6 +198,8 @@ def computing(
             reply, unknown_fields = await served.compute(lambda: work(own, cards, caller.tenant, body), weight_of(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
+        if own.turns is not None:
+            own.turns.learn()
         exchange.server.metrics.count_unknown_fields(unknown_fields)
         exchange.send(reply)
 

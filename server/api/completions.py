@@ -96,9 +96,8 @@ def _prompts(wire: CompletionBody, defaults: GenerationDefaults) -> tuple[Prompt
         raise InvalidRequest("suffix needs one text as the prompt.", "suffix")
     if not prompt:
         raise InvalidRequest("prompt is empty: send text or token ids.", "prompt")
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) == len(prompt):
-        return (IdsPrompt(checked_ids(ids, "prompt", vocab_size)),)
+    if all(isinstance(item, int) for item in prompt):
+        return (IdsPrompt(checked_ids(prompt, "prompt", vocab_size)),)  # type: ignore[arg-type]
     if len(prompt) > most:
         raise InvalidRequest(f"prompt must have at most {most} texts or lists of ids.", "prompt")
     texts = [item for item in prompt if isinstance(item, str)]

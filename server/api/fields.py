@@ -19,7 +19,7 @@ from core.context_policy import Budgets, Policy
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
-from server.api.decoding import MAX_SHOWN_KEY
+from server.api.decoding import MAX_SHOWN_KEY, pieces
 from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_calls, template_id
@@ -570,7 +570,7 @@ def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
     Raises:
         InvalidRequest: an id is not in the vocabulary.
     """
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+    if any(min(piece) < 0 or max(piece) >= vocab_size for piece in pieces(ids)):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         where = f"{param}[{position}]"
         raise InvalidRequest(f"{where} is {ids[position]}: token ids are from 0 to {vocab_size - 1}.", where)

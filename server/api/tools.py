@@ -14,7 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import AnswerParser
-from core.constraints import Allowance, GrammarKind, GrammarSpec, check_answerable, check_depth, json_schema, well_formed
+from core.constraints import (
+    Allowance,
+    GrammarKind,
+    GrammarSpec,
+    check_answerable,
+    check_depth,
+    json_schema,
+    well_formed,
+)
 from core.errors import InvalidRequest
 from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
