@@ -100,19 +100,17 @@ class Tokenizer:
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))
         _cut_long_pieces(backend)
         self._backend = backend
-        self._token_strs = {token_id: string for string, token_id in backend.get_vocab(with_added_tokens=True).items()}
-        self.vocab_size = max(self._token_strs, default=-1) + 1  # ids are below it; the logits may be wider
+        # ids are below it; the logits may be wider
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._num_computable = (
             num_embeddings if num_embeddings is not None and num_embeddings < self.vocab_size else None
         )
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_id = self.id_of(self.special_tokens.get("bos_token"))
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
-        strings = [self._token_strs.get(token_id) for token_id in range(self.vocab_size)]
-        all_bytes = [b"" if string is None else to_bytes(string) for string in strings]
+        all_bytes = [to_bytes(self.str_of(token_id)) for token_id in range(self.vocab_size)]
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
-        shown = [b"" if token_id in self.special_ids else data for token_id, data in enumerate(all_bytes)]
-        self.table = TokenTable(shown, strip_start)  # for answers: special tokens are empty
+        self.table = self.full_table.without(self.special_ids)  # for answers
         self._breakers: dict[tuple[str, ...], Breakers] = {}
         self._tables = {frozenset[str](): self.table}
         self._control = _ControlTokens(backend, "\n".join(templates), user_turn, self.vocab_size)
@@ -318,9 +316,7 @@ class Tokenizer:
         shown = frozenset(names & set(map(self.str_of, self.special_ids)))
         if shown not in self._tables:
             hidden = {token_id for token_id in self.special_ids if self.str_of(token_id) not in shown}
-            all_bytes = self.full_table.token_bytes
-            texts = [b"" if token_id in hidden else data for token_id, data in enumerate(all_bytes)]
-            self._tables[shown] = TokenTable(texts, self.table.strip_start)
+            self._tables[shown] = self.full_table.without(hidden)
         return self._tables[shown]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -333,7 +329,7 @@ class Tokenizer:
 
     def str_of(self, token_id: int) -> str:
         """The token as its vocabulary writes it (`Ġhello`, `▁hello`, `<0x0A>`): what /tokenize shows."""
-        return self._token_strs.get(token_id, "")
+        return (self._backend.id_to_token(token_id) or "") if 0 <= token_id < self.vocab_size else ""
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, special tokens by name: what logprobs show."""
