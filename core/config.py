@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from core.families import Traits
+from core.config_fields import Traits
 from core.prequantized import Fp8Config, PackedConfig
 
 BLOCK_SIZE = 16  # tokens per KV block

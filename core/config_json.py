@@ -21,6 +21,8 @@ from core.config_fields import (
     MAX_COUNT,
     MAX_LAYERS,
     MAX_WIDTH,
+    Family,
+    Traits,
     bad_field,
     count,
     floats,
@@ -41,7 +43,7 @@ from core.config_layers import (
     parse_recurrence,
 )
 from core.errors import UnsupportedModel
-from core.families import FAMILIES, TEXT_TOWERS, Family, Traits
+from core.families import FAMILIES, TEXT_TOWERS
 from core.prequantized import parse_fp8, parse_packed, refuse_other_methods
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

@@ -7,6 +7,8 @@ from core.config import BLOCK_SIZE, ExpertsConfig, LayerConfig, RecurrentConfig,
 from core.config_fields import (
     MAX_EXPERTS,
     MAX_WIDTH,
+    ExpertFields,
+    Family,
     bad_field,
     count,
     floats,
@@ -15,7 +17,6 @@ from core.config_fields import (
     read_bool,
     unsupported_field,
 )
-from core.families import ExpertFields, Family
 from core.prequantized import parse_fp8, parse_packed
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

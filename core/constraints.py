@@ -43,8 +43,8 @@ NO_END = "no text of the rule {} has an end, as it needs itself. Give it an alte
 MAX_BRACKETS = 64  # open at once, in a grammar
 # Of grammars, where brackets stand for themselves: texts, classes or expressions, and comments. Unclosed ones are found
 # as well, and nothing is tried twice: expressions that backtrack over a client's text would take minutes, with the GIL.
-_GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*+', re.DOTALL)
-_LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*+')
+_GBNF_TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*"?|\[(?:[^\]\\]++|\\.)*\]?|#[^\r\n]*+', re.DOTALL)
+_LARK_TEXTS = re.compile(r'"(?:[^"\\\n]++|\\.)*"?|/(?!/)(?:[^/\\\n]++|\\.)+/?|(?://|#)[^\n]*+')
 # Of Lark's: tokens of the model by name or id, other grammars, and attributes of rules that no text shows, or that take
 # text out of the answer
 _LARK_REFUSED = re.compile(
@@ -622,6 +622,21 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def well_formed(schema: Any) -> Any:
+    """What can be read of a schema whose depth is bounded: without keywords that have a value of the wrong type."""
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value for key, value in schema.items() if key not in _VALUES or _VALUES[key][0](value)}
+    for keyword, value in made.items():
+        if keyword in _SCHEMAS_BY_NAME:
+            made[keyword] = {name: well_formed(one) for name, one in value.items()}
+        elif keyword in _SCHEMA_LISTS:
+            made[keyword] = [well_formed(one) for one in value]
+        elif keyword in _SCHEMAS:
+            made[keyword] = well_formed(value)
+    return made
+
+
 def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     """Raises InvalidRequest: values of the wrong type, or bounds that the library does not hold."""
     for keyword in schema.keys() & _VALUES.keys():
@@ -759,7 +774,7 @@ def _counts_optional(schema: Mapping[str, Any]) -> bool:
 def _subsets(schema: Mapping[str, Any], param: str, allowance: Allowance) -> Iterator[Mapping[str, Any]]:
     """The same object with each choice of its optional properties."""
     required, properties = set(schema.get("required", ())), schema["properties"]
-    sizes = {name: 2 * len(name) + len(json_text(one)) for name, one in properties.items()}
+    sizes = {name: 2 * len(name) + len(msgspec.json.encode(one)) for name, one in properties.items()}
     optional = [name for name in properties if name not in required]
     least, most = (schema.get(name) for name in ("minProperties", "maxProperties"))
     for count in range(len(optional) + 1):

@@ -1,21 +1,19 @@
-"""Translates a GGUF file to Hugging Face's terms: config.json's fields, the names of tensors, the tokenizer.
+"""Translates a GGUF file to Hugging Face's terms: config.json's fields, the names of tensors.
 
-Any thread. Source: llama.cpp, conversion/*.py (what it writes), src/models/*.cpp (what it computes where a file is
-silent) and src/llama-vocab.cpp (names of pre-tokenizers, defaults); the tokenizers that models came with.
+A table of architectures, then what reads files by it. Any thread. Source: llama.cpp, conversion/*.py (what it writes)
+and src/models/*.cpp (what it computes where a file is silent).
 """
 
-import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from core.config_fields import Family
 from core.errors import BadCheckpoint, UnsupportedModel
-from core.families import GGUF_FAMILIES, GgufFamily, find_family
+from core.families import FAMILIES
 from core.gguf import GgufFile, GgufTensor
-from core.tokenizer import METASPACE
 
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each frequency
 # Of every Llama 3.1 to 3.3; they differ in `factor`, which is the last divisor
@@ -61,6 +59,230 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+
+
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {**_ATTENTION, **_MLP, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_SPACE = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SPACE_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+_SPACE_FIELDS = {
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_ssm": "ssm.inner_size",
+}
+_SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+_GEMMA_FIELDS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """An architecture of GGUF files.
+
+    Args:
+        model_type: of its Family.
+        layer_names: a layer's tensors, GGUF name -> Hugging Face name.
+        whole_names: the same for tensors of which either name does not end in weight or bias, with all that it has.
+        expert_names: the same for tensors that hold all experts one after the other, with {} for the expert's number.
+        are_heads_turned: rows of q and k are stored with each rotary pair side by side.
+        fields: config.json field -> metadata key, where the computation depends on it.
+        constants: config.json fields that the metadata leaves out.
+        whole_width_layers: number of layers of the one model whose scores are scaled by hidden size / heads.
+    """
+
+    model_type: str
+    layer_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    whole_names: Mapping[str, str] = field(default_factory=dict)
+    expert_names: Mapping[str, str] = field(default_factory=dict)
+    are_heads_turned: bool = False
+    fields: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    whole_width_layers: int | None = None
+
+    @property
+    def family(self) -> Family:
+        return next(family for family in FAMILIES if family.model_type == self.model_type)
+
+
+_EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
+_EXPERT_FIELDS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+
+_ROUTED_FIELDS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+_GRANITE_FIELDS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def _own(names: Mapping[str, str], *renamed: tuple[str, str]) -> dict[str, str]:
+    """With other parts of Hugging Face's names, the usual part first."""
+    found = dict(names)
+    for usual, own in renamed:
+        found = {name: other.replace(usual, own) for name, other in found.items()}
+    return found
+
+
+_IN_MIXERS = (("self_attn.", "mixer."), ("mlp.", "mixer."), ("mamba.", "mixer."), ("input_layernorm", "norm"))
+_NEMOTRON = GgufFamily(
+    "nemotron_h",
+    _own({**_ATTENTION, **_MLP, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}, *_IN_MIXERS),
+    _own({**_SPACE_WHOLE, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}, *_IN_MIXERS),
+    _own(_EXPERTS, *_IN_MIXERS),
+    are_heads_turned=True,
+    fields={
+        **_SPACE_FIELDS,
+        **_ROUTED_FIELDS,
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    },
+)
+
+GGUF_FAMILIES = {
+    "llama": GgufFamily("llama", are_heads_turned=True),
+    "qwen2": GgufFamily("qwen2"),
+    "qwen3": GgufFamily("qwen3"),
+    "qwen2vl": GgufFamily("qwen2_5_vl_text"),
+    "qwen3vl": GgufFamily("qwen3_vl_text"),
+    "qwen3moe": GgufFamily(
+        "qwen3_moe",
+        {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
+        expert_names=_EXPERTS,
+        fields=_EXPERT_FIELDS,
+        constants={"norm_topk_prob": True},
+    ),
+    "qwen2moe": GgufFamily(
+        "qwen2_moe",
+        {
+            **_LLAMA,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+        },
+        expert_names=_EXPERTS,
+        fields={**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    ),
+    "seed_oss": GgufFamily("seed_oss", {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}),
+    "ernie4_5": GgufFamily("ernie4_5"),
+    "glm4moe": GgufFamily(
+        "glm4_moe",
+        {
+            **_ATTENTION,
+            **_MLP,
+            **_SHARED_EXPERT,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+        },
+        {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        _EXPERTS,
+        fields={**_ROUTED_FIELDS, "first_k_dense_replace": "leading_dense_block_count"},
+    ),
+    "glm4": GgufFamily(
+        "glm4",
+        {
+            **_LLAMA,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "gemma": GgufFamily("gemma"),
+    "smollm3": GgufFamily("smollm3", are_heads_turned=True),
+    "granite": GgufFamily("granite", are_heads_turned=True, fields=_GRANITE_FIELDS),
+    "granitehybrid": GgufFamily(
+        "granitehybrid",
+        {**_LLAMA, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        _SPACE_WHOLE,
+        _EXPERTS,
+        are_heads_turned=True,
+        fields={
+            **_GRANITE_FIELDS,
+            **_SPACE_FIELDS,
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "shared_intermediate_size": "expert_shared_feed_forward_length",
+        },
+    ),
+    "falcon-h1": GgufFamily(
+        "falcon_h1",
+        _own({**_LLAMA, **_SPACE}, ("mlp.", "feed_forward."), ("post_attention_layernorm", "pre_ff_layernorm")),
+        {**_SPACE_WHOLE, "ffn_norm": "pre_ff_layernorm.weight"},
+        fields=_SPACE_FIELDS,
+        constants={"mamba_norm_before_gate": False},  # its multipliers are in its matrices
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
+    "olmo2": GgufFamily("olmo2", {**_ATTENTION, **_MLP, **_POST_NORMS}),
+    "phi3": GgufFamily(
+        "phi3",
+        {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        fields={
+            "sliding_window": "attention.sliding_window",
+            "original_max_position_embeddings": "rope.scaling.original_context_length",
+        },
+    ),
+    "gemma2": GgufFamily("gemma2", _GEMMA, fields=_GEMMA_FIELDS, whole_width_layers=46),
+    "gemma3": GgufFamily(
+        "gemma3_text",
+        _GEMMA,
+        fields={**_GEMMA_FIELDS, "rope_local_base_freq": "rope.freq_base_swa"},
+        whole_width_layers=62,
+    ),
+}
+# Mixtral's files say llama, and have experts
+MIXTRAL = GgufFamily(
+    "mixtral",
+    {**_LLAMA, "ffn_gate_inp": "block_sparse_moe.gate"},
+    expert_names={
+        f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{short}"
+        for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+    are_heads_turned=True,
+    fields={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+)
+
+
+def find_family(metadata: Mapping[str, Any]) -> GgufFamily | None:
+    """None: an unsupported architecture."""
+    name = metadata.get("general.architecture")
+    if name == "llama" and metadata.get("llama.expert_count"):
+        return MIXTRAL
+    return GGUF_FAMILIES.get(name) if isinstance(name, str) else None
 
 
 def keys_of(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -383,270 +605,3 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
 
 def _bad(cause: str) -> BadCheckpoint:
     return BadCheckpoint(f"The GGUF file is not complete: {cause}.", "download it again, or name another.")
-
-
-Item = TypeVar("Item")
-
-# Token types: gguf.md, tokenizer.ggml.token_type
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-_NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_END_KEYS = ("eos", "eot", "eom")
-# Control tokens that always end a turn: llama.cpp's special_eog_ids
-_END_TOKENS = {
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<EOT>",
-    "_<EOT>",
-    "<｜end▁of▁sentence｜>",  # noqa: RUF001  (its own bars)
-}
-
-_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3_SPLIT = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2_SPLIT = rf"{_WORDS}|\p{{N}}|{_REST}"
-# Mistral's: a word's capitals, then its small letters
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SEED_SPLIT = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DEFAULT_SPLITS = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
-# tokenizer.ggml.pre -> the patterns that split a text before BPE, in order
-PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
-    "default": _DEFAULT_SPLITS,
-    "gpt-2": (_GPT2_SPLIT,),
-    "llama-bpe": (_LLAMA3_SPLIT,),
-    "dbrx": (_LLAMA3_SPLIT,),
-    "smaug-bpe": (_LLAMA3_SPLIT,),
-    "qwen2": (_QWEN2_SPLIT,),
-    "smollm": (r"\p{N}", _GPT2_SPLIT),
-    "tekken": (_TEKKEN_SPLIT,),
-    "glm4": (_LLAMA3_SPLIT,),
-    "seed-coder": (_SEED_SPLIT,),
-}
-_KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
-_ALIASES = {
-    "chatglm-bpe": "glm4",
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "falcon-h1": "llama-bpe",
-    "pixtral": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
-    "olmo": "gpt-2",
-    "granite-docling": "gpt-2",
-    "refact": "smollm",
-}
-
-
-def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, dict[str, Any]]:
-    """The contents of tokenizer.json and of tokenizer_config.json.
-
-    Args:
-        vocab_size: rows of the embedding, which limit the tokens.
-
-    Raises:
-        UnsupportedModel: the tokenizer or its pre-tokenizer is not supported.
-        BadCheckpoint: its parts are missing or contradict each other.
-    """
-    tokens, types = _vocabulary(metadata, vocab_size)
-    match metadata.get("tokenizer.ggml.model"):
-        case "gpt2":
-            pre = _pre_tokenizer(metadata)
-            content = _byte_level(metadata, tokens, types, pre)
-            add_bos = pre in _KEEPS_WHOLE
-        case "llama":
-            content = _sentencepiece(metadata, tokens, types)
-            add_bos = True
-        case other:
-            raise UnsupportedModel(
-                f"GGUF tokenizer {other!r} is not supported.",
-                "use a model with one of: gpt2 (BPE), llama (SentencePiece).",
-            )
-    config = _tokenizer_config(metadata, tokens)
-    config["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
-    config["add_eos_token"] = metadata.get("tokenizer.ggml.add_eos_token", False)
-    return json.dumps(content), config
-
-
-def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end an answer: those that the metadata names, and control tokens that can mean nothing else.
-
-    Raises:
-        BadCheckpoint: it names a token that does not exist.
-    """
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    named = [_named_id(metadata, key, len(tokens)) for key in _END_KEYS]
-    by_name = [
-        token_id
-        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == CONTROL and token in _END_TOKENS
-    ]
-    return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
-
-
-def _named_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
-    """The id that the metadata gives a named token."""
-    key = f"tokenizer.ggml.{name}_token_id"
-    token_id = metadata.get(key)
-    if token_id is not None and (not isinstance(token_id, int) or not 0 <= token_id < num_tokens):
-        raise _bad_tokenizer(f"{key} is {token_id!r}, of {num_tokens} tokens")
-    return token_id
-
-
-def _vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not _is_list_of(tokens, str) or not tokens:
-        raise _bad_tokenizer("tokenizer.ggml.tokens is not a list of texts")
-    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    if not _is_list_of(types, int) or len(types) != len(tokens):
-        raise _bad_tokenizer("tokenizer.ggml.token_type does not give each token's")
-    if len(tokens) > vocab_size:
-        raise _bad_tokenizer(f"it has {len(tokens)} tokens, the embedding {vocab_size} rows")
-    if len(set(tokens)) != len(tokens):
-        twice = next(token for token, number in Counter(tokens).items() if number > 1)
-        raise _bad_tokenizer(f"the token {twice!r} is there twice")
-    return tokens, types
-
-
-def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    known = _ALIASES.get(name, name) if isinstance(name, str) else None
-    if known not in PRE_TOKENIZERS:
-        supported = ", ".join([*PRE_TOKENIZERS, *_ALIASES])
-        raise UnsupportedModel(
-            f"GGUF pre-tokenizer {name!r} is not supported.",
-            f"use a file with one of: {supported}; or the model's Hugging Face directory.",
-        )
-    return str(known)
-
-
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], pre: str) -> dict[str, Any]:
-    """A byte-level BPE, as GPT-2's. Unused tokens (padding of the vocabulary) are left out."""
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not _is_list_of(merges, str):
-        raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
-    vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != UNUSED}
-    pairs = [_merge(merge, vocab) for merge in merges]
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in PRE_TOKENIZERS[pre]
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "added_tokens": _added_tokens(vocab, types),
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": pairs,
-            "ignore_merges": pre in _KEEPS_WHOLE,
-        },
-    }
-
-
-def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
-    space = merge.find(" ", 1)
-    left, right = merge[:space], merge[space + 1 :]
-    if space < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-        raise _bad_tokenizer(f"the merge {merge!r} is not of two tokens to a third")
-    return left, right
-
-
-def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """A SentencePiece BPE, as Llama 2's; its scores become merges as in transformers."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not _is_list_of(scores, float) or len(scores) != len(tokens):
-        raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
-    pieces = [  # added tokens are searched for in the text itself, which has spaces
-        token.replace(METASPACE, " ") if kind == USER_DEFINED else token
-        for token, kind in zip(tokens, types, strict=True)
-    ]
-    vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
-    mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
-    unknown = _named_id(metadata, "unknown", len(tokens)) or 0
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
-    unspaces = {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "}
-    prefix = [{"type": "Prepend", "prepend": METASPACE}] if has_prefix else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
-    return {
-        "version": "1.0",
-        "added_tokens": _added_tokens(vocab, types),
-        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [unspaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": _merges_by_score(vocab, mergeable),
-            "unk_token": pieces[unknown],
-            "fuse_unk": True,
-            "byte_fallback": BYTE in types,
-        },
-    }
-
-
-def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to compose a piece of two others, the best pieces first.
-
-    Source: transformers, convert_slow_tokenizer.py, generate_merges.
-    """
-    found = []
-    for piece, score in scores.items():
-        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        ways = [(left, right) for left, right in splits if left in scores and right in scores]
-        found += [(score, *way) for way in sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))]
-    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
-    return [(left, right) for _, left, right in found]
-
-
-def _added_tokens(vocab: Mapping[str, int], types: Sequence[int]) -> list[dict[str, Any]]:
-    """Tokens that are searched for in the text before it is split."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [
-        {"id": token_id, "content": token, **plain, "special": types[token_id] != USER_DEFINED}
-        for token, token_id in vocab.items()
-        if types[token_id] in (CONTROL, USER_DEFINED, UNKNOWN)
-    ]
-
-
-def _tokenizer_config(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for name, key in _NAMED_TOKENS.items():
-        if (token_id := _named_id(metadata, key, len(tokens))) is not None:
-            config[name] = tokens[token_id]
-    named = [key for key in metadata if key.startswith("tokenizer.chat_template.")]
-    default = metadata.get("tokenizer.chat_template")
-    if named:
-        sources = {key.removeprefix("tokenizer.chat_template."): metadata[key] for key in named}
-        sources |= {} if default is None else {"default": default}
-        config["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
-    elif default is not None:
-        config["chat_template"] = default
-    return config
-
-
-def _is_list_of(value: Any, kind: type[Item]) -> TypeGuard[list[Item]]:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
-
-
-def _bad_tokenizer(cause: str) -> BadCheckpoint:
-    return BadCheckpoint(f"The GGUF file's tokenizer is broken: {cause}.", "download it again, or name another.")

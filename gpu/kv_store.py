@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
@@ -533,6 +534,9 @@ class HostMemory:
         shape = (num_slots, *cache.tensor.shape[:2], *cache.tensor.shape[3:])
         pinned = streams.pinned_for_good(num_slots * self.block_bytes)
         self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2 or 1, 16, kv_heads, head_dim]
+        # Without a device of its own there is nothing to stage: fresh pages for it take longer than the copy
+        self._bytes: NDArray[np.uint8] = self.tensor.view(torch.uint8).numpy()
+        self._device_bytes = cache.tensor.view(torch.uint8).numpy() if cache.tensor.device.type == "cpu" else None
 
     def copy(self, copies: BlockCopies) -> "CopyTicket":
         """Start copying out, then back, on the stream: after all work sent so far, before any sent later."""
@@ -551,11 +555,11 @@ class HostMemory:
         return min(took_s) / (2 * num_blocks)
 
     def read(self, slot: int) -> bytes:
-        return self.tensor[slot].reshape(-1).view(torch.uint8).numpy().tobytes()
+        return self._bytes[slot : slot + 1].tobytes()
 
     def write(self, slot: int, content: bytes) -> None:
         """Fill a slot with what read() returned."""
-        self.tensor[slot].reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self._bytes[slot] = np.frombuffer(content, np.uint8).reshape(self._bytes.shape[1:])
 
     def _staged(self, pairs: dict[int, int]) -> Iterator[tuple[list[int], list[int]]]:
         """Keys and values of the pairs, as many at a time as may be staged."""
@@ -564,12 +568,20 @@ class HostMemory:
             yield keys[first : first + self._num_staged], values[first : first + self._num_staged]
 
     def _copy_out(self, blocks: list[int], slots: list[int]) -> None:
+        if self._device_bytes is not None:
+            for block, slot in zip(blocks, slots, strict=True):
+                self._bytes[slot] = self._device_bytes[:, :, block]
+            return
         found = self._cache.tensor.index_select(2, self._on_device(blocks))
         found = found.permute(2, 0, 1, 3, 4, 5).contiguous()  # [copies, layers, 2 or 1, 16, heads, dim]
         for i, slot in enumerate(slots):
             self.tensor[slot].copy_(found[i], non_blocking=True)
 
     def _copy_back(self, blocks: list[int], slots: list[int]) -> None:
+        if self._device_bytes is not None:
+            for block, slot in zip(blocks, slots, strict=True):
+                self._device_bytes[:, :, block] = self._bytes[slot]
+            return
         found = self._cache.tensor.new_empty((len(slots), *self.tensor.shape[1:]))
         for i, slot in enumerate(slots):
             found[i].copy_(self.tensor[slot], non_blocking=True)

@@ -18,7 +18,7 @@ imported unless it serves. Descriptions and forget_measured may run on any threa
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from hashlib import sha256
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from core.config import EngineConfig, ModelConfig
 from core.plan import TimedRow
-from gpu.cache_files import can_keep_kernels, measured_file, read_kept, write_kept
+from gpu.cache_files import can_keep_kernels, compile_apart, measured_file, read_kept, write_kept
 from gpu.device import DeviceChoice, cpu_flags, cpu_model
 from gpu.kernels import sizes as cuda
 from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
@@ -96,6 +96,21 @@ def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
         found = KernelOperators(config, has_attention=why_no_cpu_attention(config) is None)
     found.sampler = find_sampler(config, choice)
     return found
+
+
+def compile_first(config: ModelConfig, choice: DeviceChoice, formats: Set[str]) -> int:
+    """Compile a large model's CPU kernels in other processes, if no earlier start did: see compile_apart.
+
+    Args:
+        formats: of the blocks that are multiplied as they are.
+    """
+    if choice.device.type != "cpu" or config.num_parameters < MIN_KERNEL_PARAMETERS or _why_no_numba() is not None:
+        return 0
+    others = ["sampling"]
+    if why_no_kernels(config, choice) is None:
+        others += ["operators"] if config.recurrence is None else ["operators", "recurrence"]
+    groups = [group for group in (sorted(formats), others) if group]
+    return compile_apart(groups, f"{cpu_model()}, {sorted(cpu_flags())}")
 
 
 def find_sampler(config: ModelConfig, choice: DeviceChoice) -> MakeSampler | None:

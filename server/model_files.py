@@ -32,7 +32,8 @@ from core.encoders import EncoderConfig, is_encoder, parse_encoder_config
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
-from core.gguf_model import ROPE_FACTORS, config_of, end_ids, generation_of, keys_of, tokenizer_files
+from core.gguf_model import ROPE_FACTORS, config_of, generation_of, keys_of
+from core.gguf_tokenizer import end_ids, tokenizer_files
 from core.grammar import GrammarCompiler
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
 from core.types import Pooling, PoolingKind

@@ -14,7 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import AnswerParser
-from core.constraints import Allowance, GrammarKind, GrammarSpec, check_answerable, check_depth, json_schema
+from core.constraints import (
+    Allowance,
+    GrammarKind,
+    GrammarSpec,
+    check_answerable,
+    check_depth,
+    json_schema,
+    well_formed,
+)
 from core.errors import InvalidRequest
 from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
@@ -203,7 +211,7 @@ def _check_schema(schema: Any, param: str) -> None:
         raise InvalidRequest(f"{param} must be a schema: an object, true or false.", param)
     for name, value in schema.items():
         where = f"{param}.{name}"
-        if name == "type" and not all(one in _TYPES for one in (value if isinstance(value, list) else [str(value)])):
+        if name == "type" and not all(str(one) in _TYPES for one in (value if isinstance(value, list) else [value])):
             raise InvalidRequest(f"{where} must be of {', '.join(sorted(_TYPES))}.", where)
         if name in _LISTS and not isinstance(value, list):
             raise InvalidRequest(f"{where} must be an array.", where)
@@ -297,7 +305,7 @@ def call_constraint(
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
     tools = [
-        Tool(one.name, json.loads(held.source) if held else _parameters(one), held is not None, place)
+        Tool(one.name, json.loads(held.source) if held else well_formed(_parameters(one)), held is not None, place)
         for one, held, place in zip(wishes.functions, wishes.held, wishes.places, strict=True)
     ]
     spec = _call_spec(wishes, tools, special, eos_ids, text)

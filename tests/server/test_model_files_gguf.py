@@ -16,7 +16,7 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from core import gguf_model
+from core import gguf_tokenizer
 from core.config_json import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.gguf import parse_gguf
@@ -135,9 +135,9 @@ def test_default_pre_tokenizer_splits_as_llama_cpp_does(text: str) -> None:
     """unicode_regex_split: each expression parts what the ones before it left, matches and gaps alike."""
     pieces = [text] if text else []
     splitter = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in gguf_model.PRE_TOKENIZERS["default"]]
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in gguf_tokenizer.PRE_TOKENIZERS["default"]]
     )
-    for pattern in gguf_model.PRE_TOKENIZERS["default"]:
+    for pattern in gguf_tokenizer.PRE_TOKENIZERS["default"]:
         pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
     assert [piece for piece, _ in splitter.pre_tokenize_str(text)] == pieces
 

@@ -34,7 +34,7 @@ from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
 from server.relay import Relay, RelayHandle
-from server.relayed import PASSAGES, Part, Passage, UpstreamAnswer, refusal_of
+from server.relayed import PASSAGES, Bounds, Part, Passage, UpstreamAnswer, refusal_of
 from server.upstream import pool
 from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
@@ -687,6 +687,7 @@ async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
 
 _ANSWER = _HEAD + _chunk(delta={"content": "a"}) + _chunk(delta={}, finish_reason="stop")
 _USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
+_CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -701,8 +702,10 @@ _USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
         (_ANSWER + b"data: [DONE]\n\n", _USAGE, {"stream": True}, "[DONE]"),
         (_ANSWER + b"data: [DONE]\n\n", b": comment\n\n", {"stream": True}, "[DONE]"),
         (_ANSWER + b"data: [DONE]\n\n", b"a", {"stream": True}, "[DONE]"),
+        (_CHUNKED, b"1\r\n{\r\n", {}, "pieces"),
+        (_CHUNKED, b"1\r\nd\r\n", {"stream": True}, "pieces"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
     said: bytes, again: bytes, fields: dict[str, Any], end: str, monkeypatch: pytest.MonkeyPatch
@@ -713,6 +716,21 @@ async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
         assert (end.encode() in answer.body, answer.body.count(b"data: [DONE]")) == (True, int(end == "[DONE]"))
         (upstream,) = front.server._pools[0].upstreams
         assert (upstream.num_active, upstream.num_failures) == (0, int(end != "[DONE]"))
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [({}, []), ({"include_usage": True}, [3]), ({"include_usage": True, "continuous_usage_stats": True}, [3, 3])],
+)
+async def test_usage_beside_the_last_choice_is_shown_once_to_those_who_ask(
+    options: dict[str, bool], counts: list[int]
+) -> None:
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
+    said = _HEAD + _chunk(delta={"content": "a"}) + b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(last)
+    async with saying(said) as url, serving(no_engine, models=(model(url, protocol="h1"),)) as front:
+        answer = await ask(front.server, closing(SURFACES["chat"](stream=True, stream_options=options)))
+    told = [one["usage"] for one in answer.events if one != "[DONE]" and one.get("usage")]
+    assert [one["completion_tokens"] for one in told] == counts
 
 
 _SETTINGS = raw_http2.settings()
@@ -1280,7 +1298,7 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     call = GenerationCall(model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True)
 
     def read(pieces: list[bytes]) -> tuple[list[Part], str]:
-        answer, parts = UpstreamAnswer(passage, call, "r1", 2), list[Part]()
+        answer, parts = UpstreamAnswer(passage, call, "r1", Bounds(2)), list[Part]()
         try:
             for piece in pieces:
                 parts += answer.push(piece)
@@ -1294,12 +1312,12 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     assert read([data[i : i + 1] for i in range(len(data))]) == whole
     assert all(choice in (0, 1) for part in whole[0] for choice in (*part.texts, *part.ends))
     with contextlib.suppress(UpstreamFault):
-        UpstreamAnswer(passage, call, "r1", 2).document(b"".join(events))
+        UpstreamAnswer(passage, call, "r1", Bounds(2)).document(b"".join(events))
 
 
 def test_what_waits_for_the_end_is_bounded() -> None:
     call = GenerationCall(model="m", prompts=(), sampling=SamplingParams(max_tokens=5), includes_usage=True)
-    answer = UpstreamAnswer(next(iter(PASSAGES.values())), call, "r1", 1)
+    answer = UpstreamAnswer(next(iter(PASSAGES.values())), call, "r1", Bounds(1))
     last = b'data: {"choices":[],"usage":{"told":"%b"}}\n\n' % (b"x" * 3_000_000)
     assert [part.is_last for part in answer.push(last * 2)] == [True, True]
     with pytest.raises(UpstreamFault, match="last events are larger"):

@@ -13,6 +13,7 @@ from core.constraints import GrammarKind, json_schema
 from core.errors import InvalidRequest
 from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
+from core.tool_formats import FORMATS as TOOL_FORMATS
 from core.types import FinishReason
 from server.api import responses
 from server.api.chat import SURFACE
@@ -377,7 +378,7 @@ def test_an_answer_without_calls_is_text() -> None:
                 (5, "", "object of schemas"),
                 ({"a": 5}, ".a", "must be a schema"),
                 ({"a": {"type": "strin"}}, ".a.type", "must be of array, boolean"),
-                ({"a": {"type": ["string", 5]}}, ".a.type", "must be of array, boolean"),
+                ({"a": {"type": ["string", {}]}}, ".a.type", "must be of array, boolean"),
                 ({"a": {"enum": "x"}}, ".a.enum", "an array"),
                 ({"a": {"items": {"anyOf": [True, 1]}}}, ".a.items.anyOf[1]", "must be a schema"),
                 ({"a": {"$ref": "https://example.org/s.json"}}, ".a.$ref", "into the same schema"),
@@ -528,15 +529,26 @@ def test_a_function_without_parameters_gets_none(parameters: Any) -> None:
     assert '"additionalProperties": false' in source_of(parsed(tools=[tool]))
 
 
-def test_what_cannot_be_held_of_a_lenient_tool_is_left_free() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x)a"}}, "required": ["a"]}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    tools = parsed(tools=[tool]).tools
+@pytest.mark.parametrize("form", [*TOOL_FORMATS])
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "pattern": "^(?!x)a"}, "pattern"),
+        ({"type": "string", "enum": []}, "enum"),
+        ({"enum": [], "const": []}, "enum"),
+        ({"type": "object", "minProperties": {}, "required": [1, []]}, "minProperties"),
+        ({"type": "array", "items": {"enum": [], "maxItems": -1}, "minItems": True}, "enum"),
+        ({"type": ["integer", "null"], "exclusiveMinimum": True, "minimum": 3}, "exclusiveMinimum"),  # of draft 4
+    ],
+)
+def test_what_cannot_be_held_of_a_lenient_tool_is_left_free(form: str, schema: Any, words: str) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    tools = parsed(style=ToolStyle(form, False, 2), tools=[tool]).tools
     assert tools is not None
     spec = call_constraint(tools, {}, ())
-    assert spec is not None
     assert spec.fallback is not None
-    assert "pattern" not in spec.fallback.source
+    assert words not in spec.fallback.source
     compiler().compile(spec)
 
 

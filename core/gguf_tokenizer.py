@@ -1,0 +1,278 @@
+"""Translates a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json. Any thread.
+
+Source: llama.cpp, src/llama-vocab.cpp (names of pre-tokenizers, defaults); the tokenizers that models came with.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar
+
+from core.errors import BadCheckpoint, UnsupportedModel
+from core.tokenizer import METASPACE
+
+Item = TypeVar("Item")
+
+# Token types: gguf.md, tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_END_KEYS = ("eos", "eot", "eom")
+# Control tokens that always end a turn: llama.cpp's special_eog_ids
+_END_TOKENS = {
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001  (its own bars)
+}
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2_SPLIT = rf"{_WORDS}|\p{{N}}|{_REST}"
+# Mistral's: a word's capitals, then its small letters
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_SPLIT = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEFAULT_SPLITS = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+# tokenizer.ggml.pre -> the patterns that split a text before BPE, in order
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "default": _DEFAULT_SPLITS,
+    "gpt-2": (_GPT2_SPLIT,),
+    "llama-bpe": (_LLAMA3_SPLIT,),
+    "dbrx": (_LLAMA3_SPLIT,),
+    "smaug-bpe": (_LLAMA3_SPLIT,),
+    "qwen2": (_QWEN2_SPLIT,),
+    "smollm": (r"\p{N}", _GPT2_SPLIT),
+    "tekken": (_TEKKEN_SPLIT,),
+    "glm4": (_LLAMA3_SPLIT,),
+    "seed-coder": (_SEED_SPLIT,),
+}
+_KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
+_ALIASES = {
+    "chatglm-bpe": "glm4",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon-h1": "llama-bpe",
+    "pixtral": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "olmo": "gpt-2",
+    "granite-docling": "gpt-2",
+    "refact": "smollm",
+}
+
+
+def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, dict[str, Any]]:
+    """The contents of tokenizer.json and of tokenizer_config.json.
+
+    Args:
+        vocab_size: rows of the embedding, which limit the tokens.
+
+    Raises:
+        UnsupportedModel: the tokenizer or its pre-tokenizer is not supported.
+        BadCheckpoint: its parts are missing or contradict each other.
+    """
+    tokens, types = _vocabulary(metadata, vocab_size)
+    match metadata.get("tokenizer.ggml.model"):
+        case "gpt2":
+            pre = _pre_tokenizer(metadata)
+            content = _byte_level(metadata, tokens, types, pre)
+            add_bos = pre in _KEEPS_WHOLE
+        case "llama":
+            content = _sentencepiece(metadata, tokens, types)
+            add_bos = True
+        case other:
+            raise UnsupportedModel(
+                f"GGUF tokenizer {other!r} is not supported.",
+                "use a model with one of: gpt2 (BPE), llama (SentencePiece).",
+            )
+    config = _tokenizer_config(metadata, tokens)
+    config["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
+    config["add_eos_token"] = metadata.get("tokenizer.ggml.add_eos_token", False)
+    return json.dumps(content), config
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end an answer: those that the metadata names, and control tokens that can mean nothing else.
+
+    Raises:
+        BadCheckpoint: it names a token that does not exist.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    named = [_named_id(metadata, key, len(tokens)) for key in _END_KEYS]
+    by_name = [
+        token_id
+        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == CONTROL and token in _END_TOKENS
+    ]
+    return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
+
+
+def _named_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
+    """The id that the metadata gives a named token."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = metadata.get(key)
+    if token_id is not None and (not isinstance(token_id, int) or not 0 <= token_id < num_tokens):
+        raise _bad_tokenizer(f"{key} is {token_id!r}, of {num_tokens} tokens")
+    return token_id
+
+
+def _vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not _is_list_of(tokens, str) or not tokens:
+        raise _bad_tokenizer("tokenizer.ggml.tokens is not a list of texts")
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if not _is_list_of(types, int) or len(types) != len(tokens):
+        raise _bad_tokenizer("tokenizer.ggml.token_type does not give each token's")
+    if len(tokens) > vocab_size:
+        raise _bad_tokenizer(f"it has {len(tokens)} tokens, the embedding {vocab_size} rows")
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for token, number in Counter(tokens).items() if number > 1)
+        raise _bad_tokenizer(f"the token {twice!r} is there twice")
+    return tokens, types
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    known = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if known not in PRE_TOKENIZERS:
+        supported = ", ".join([*PRE_TOKENIZERS, *_ALIASES])
+        raise UnsupportedModel(
+            f"GGUF pre-tokenizer {name!r} is not supported.",
+            f"use a file with one of: {supported}; or the model's Hugging Face directory.",
+        )
+    return str(known)
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], pre: str) -> dict[str, Any]:
+    """A byte-level BPE, as GPT-2's. Unused tokens (padding of the vocabulary) are left out."""
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not _is_list_of(merges, str):
+        raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
+    vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != UNUSED}
+    pairs = [_merge(merge, vocab) for merge in merges]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in PRE_TOKENIZERS[pre]
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": _added_tokens(vocab, types),
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": pairs,
+            "ignore_merges": pre in _KEEPS_WHOLE,
+        },
+    }
+
+
+def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
+    space = merge.find(" ", 1)
+    left, right = merge[:space], merge[space + 1 :]
+    if space < 0 or left not in vocab or right not in vocab or left + right not in vocab:
+        raise _bad_tokenizer(f"the merge {merge!r} is not of two tokens to a third")
+    return left, right
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
+    """A SentencePiece BPE, as Llama 2's; its scores become merges as in transformers."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not _is_list_of(scores, float) or len(scores) != len(tokens):
+        raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
+    pieces = [  # added tokens are searched for in the text itself, which has spaces
+        token.replace(METASPACE, " ") if kind == USER_DEFINED else token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
+    mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
+    unknown = _named_id(metadata, "unknown", len(tokens)) or 0
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
+    unspaces = {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "}
+    prefix = [{"type": "Prepend", "prepend": METASPACE}] if has_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    return {
+        "version": "1.0",
+        "added_tokens": _added_tokens(vocab, types),
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [unspaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": _merges_by_score(vocab, mergeable),
+            "unk_token": pieces[unknown],
+            "fuse_unk": True,
+            "byte_fallback": BYTE in types,
+        },
+    }
+
+
+def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every way to compose a piece of two others, the best pieces first.
+
+    Source: transformers, convert_slow_tokenizer.py, generate_merges.
+    """
+    found = []
+    for piece, score in scores.items():
+        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        ways = [(left, right) for left, right in splits if left in scores and right in scores]
+        found += [(score, *way) for way in sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))]
+    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in found]
+
+
+def _added_tokens(vocab: Mapping[str, int], types: Sequence[int]) -> list[dict[str, Any]]:
+    """Tokens that are searched for in the text before it is split."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": token_id, "content": token, **plain, "special": types[token_id] != USER_DEFINED}
+        for token, token_id in vocab.items()
+        if types[token_id] in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+
+
+def _tokenizer_config(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name, key in _NAMED_TOKENS.items():
+        if (token_id := _named_id(metadata, key, len(tokens))) is not None:
+            config[name] = tokens[token_id]
+    named = [key for key in metadata if key.startswith("tokenizer.chat_template.")]
+    default = metadata.get("tokenizer.chat_template")
+    if named:
+        sources = {key.removeprefix("tokenizer.chat_template."): metadata[key] for key in named}
+        sources |= {} if default is None else {"default": default}
+        config["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
+    elif default is not None:
+        config["chat_template"] = default
+    return config
+
+
+def _is_list_of(value: Any, kind: type[Item]) -> TypeGuard[list[Item]]:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _bad_tokenizer(cause: str) -> BadCheckpoint:
+    return BadCheckpoint(f"The GGUF file's tokenizer is broken: {cause}.", "download it again, or name another.")
