@@ -4,7 +4,7 @@ One Detokenizer per sequence, one TokenTable per model. Thread: loop. It cuts st
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from core.thoughts import ThoughtFollower
@@ -31,6 +31,14 @@ class TokenTable:
         self.token_bytes = tuple(token_bytes)
         self.strip_start = strip_start
         self.texts = tuple(_whole_text(data) for data in self.token_bytes)  # None: not whole characters by itself
+
+    def without(self, hidden: Collection[int]) -> "TokenTable":
+        """One in which these ids are empty; the others' texts are shared."""
+        table, token_bytes, texts = TokenTable((), self.strip_start), list(self.token_bytes), list(self.texts)
+        for token_id in hidden:
+            token_bytes[token_id], texts[token_id] = b"", ""
+        table.token_bytes, table.texts = tuple(token_bytes), tuple(texts)
+        return table
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one id; none for an unknown id (logits are often padded)."""

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
@@ -534,7 +535,7 @@ class HostMemory:
         pinned = streams.pinned_for_good(num_slots * self.block_bytes)
         self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2 or 1, 16, kv_heads, head_dim]
         # Without a device of its own there is nothing to stage: fresh pages for it take longer than the copy
-        self._bytes = self.tensor.view(torch.uint8).numpy()
+        self._bytes: NDArray[np.uint8] = self.tensor.view(torch.uint8).numpy()
         self._device_bytes = cache.tensor.view(torch.uint8).numpy() if cache.tensor.device.type == "cpu" else None
 
     def copy(self, copies: BlockCopies) -> "CopyTicket":
@@ -554,8 +555,7 @@ class HostMemory:
         return min(took_s) / (2 * num_blocks)
 
     def read(self, slot: int) -> bytes:
-        content: bytes = self._bytes[slot].tobytes()
-        return content
+        return self._bytes[slot : slot + 1].tobytes()
 
     def write(self, slot: int, content: bytes) -> None:
         """Fill a slot with what read() returned."""

@@ -43,7 +43,7 @@ from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
 from server.ledger.ledger import MAX_SPILLED, Ledger
 from server.ledger.responses import Responses
-from server.ledger.store import MICRO
+from server.ledger.store import MICRO, Keep
 from server.ledger.usage import ANY_MODEL
 from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
@@ -127,6 +127,7 @@ class Server:
             CrossOrigin(config.cors_origins),
             metrics_need_key=not config.metrics_without_key,
         )
+        self._app.request_limits = config.request_limits
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
         self._local = (
             LocalModels(config, Processes(home_of_sockets(), self._loop), self._loop) if config.own_models else None
@@ -294,8 +295,8 @@ class Server:
         config = self._config
         stores = config.store_responses_s is not None
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases, stores)
-        if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
-            reader.turns = None
+        if reader.turns is not None:
+            reader.turns.keeps_answers = not config.deterministic
         reader.records = self._recorder is not None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         own = OwnBackend(reader, client, self._admission(lambda: client.stats))
@@ -799,4 +800,6 @@ def opened(
     assert config.ledger is not None
     kept_s = config.ledger_keep_s, config.store_responses_s or 0.0
     ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, *kept_s)
-    return OpenLedger(ledger, used, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))
+    return OpenLedger(
+        ledger, used, Idempotency(clock.unix, answers, lambda answer: ledger.write(Keep(answer)), ledger.forget)
+    )

@@ -283,6 +283,7 @@ class Slot:
 
     def leave(self) -> None:
         """The answer is over, or nobody wants it. Idempotent."""
+        self.granted.cancel()
         self.pool.release(self)
 
 

@@ -34,7 +34,7 @@ from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
 from server.relay import Relay, RelayHandle
-from server.relayed import PASSAGES, Part, Passage, UpstreamAnswer, refusal_of
+from server.relayed import PASSAGES, Bounds, Part, Passage, UpstreamAnswer, refusal_of
 from server.upstream import pool
 from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
@@ -1298,7 +1298,7 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     call = GenerationCall(model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True)
 
     def read(pieces: list[bytes]) -> tuple[list[Part], str]:
-        answer, parts = UpstreamAnswer(passage, call, "r1", 2), list[Part]()
+        answer, parts = UpstreamAnswer(passage, call, "r1", Bounds(2)), list[Part]()
         try:
             for piece in pieces:
                 parts += answer.push(piece)
@@ -1312,12 +1312,12 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     assert read([data[i : i + 1] for i in range(len(data))]) == whole
     assert all(choice in (0, 1) for part in whole[0] for choice in (*part.texts, *part.ends))
     with contextlib.suppress(UpstreamFault):
-        UpstreamAnswer(passage, call, "r1", 2).document(b"".join(events))
+        UpstreamAnswer(passage, call, "r1", Bounds(2)).document(b"".join(events))
 
 
 def test_what_waits_for_the_end_is_bounded() -> None:
     call = GenerationCall(model="m", prompts=(), sampling=SamplingParams(max_tokens=5), includes_usage=True)
-    answer = UpstreamAnswer(next(iter(PASSAGES.values())), call, "r1", 1)
+    answer = UpstreamAnswer(next(iter(PASSAGES.values())), call, "r1", Bounds(1))
     last = b'data: {"choices":[],"usage":{"told":"%b"}}\n\n' % (b"x" * 3_000_000)
     assert [part.is_last for part in answer.push(last * 2)] == [True, True]
     with pytest.raises(UpstreamFault, match="last events are larger"):
