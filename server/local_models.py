@@ -53,7 +53,7 @@ LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started
 TOLD_S = 5.0  # for the end of a process that takes no connections to be told
 TIMER_S = 0.002  # by which timers may come early
 WATCH_EVERY_S, WATCH_S, NUM_UNANSWERED = 5.0, 5.0, 3  # probes of a model that is awake; without an answer it is killed
-SEE_LOG, WAITING = "see the log", "waiting for memory"
+SEE_LOG, PLANNING, WAITING = "see the log", "planning its memory", "waiting for memory"
 STARTING = "starting what loads models, which compiles kernels the first time on a machine"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
 
@@ -372,7 +372,9 @@ class LocalModels:
         """What those who wait for it wait for."""
         if model.state is ModelState.LOADING:
             return model.stage
-        return WAITING if self._processes.is_ready else STARTING
+        if not self._processes.is_ready:
+            return STARTING
+        return PLANNING if model.plan is None else WAITING
 
     def find(self, name: str) -> LocalModel | None:
         """By any of its names."""
@@ -465,7 +467,8 @@ class LocalModels:
     def _want(self, model: LocalModel) -> None:
         if model.state is not ModelState.LOADING:
             if model not in self._wanted:
-                logger.info("the model %s is asked for: %s", model.name, self.stage_of(model))
+                why = "" if self._processes.is_ready else f": {STARTING}"
+                logger.info("the model %s is asked for%s", model.name, why)
                 self._wanted[model] = None
             Context().run(self._advance)  # what it logs and begins is of no single request
 
