@@ -159,7 +159,7 @@ async def ask(models: LocalModels, name: str, inside_s: float) -> str:
     slot = pool.take_slot(PROMPT, 0, "local")
     try:
         await slot.granted
-        await model.upstream.wait_awake()  # type: ignore[attr-defined]
+        await models.wait_awake(model, model.requests)
         assert model.state is ModelState.AWAKE
         await asyncio.sleep(inside_s)
         return "served"

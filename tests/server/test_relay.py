@@ -371,11 +371,9 @@ async def test_a_document_reserves_what_it_may_take() -> None:
 
 async def test_surfaces_that_do_not_pass_are_refused() -> None:
     async with relaying() as gateway:
-        body = {"model": ASKED, "messages": [{"role": "user", "content": "step"}]}
-        assert (await gateway.ask(request("POST", "/api/chat", body))).status == 400
-        assert (await gateway.ask(request("POST", "/api/chat", {"model": ASKED}))).status == 400
-        infill = {"model": ASKED, "input_prefix": "a", "input_suffix": "b"}
-        assert (await gateway.ask(request("POST", "/infill", infill))).status == 400
+        asked = {"messages": [{"role": "user", "content": "step"}]}
+        for path, fields in (("/api/chat", asked), ("/api/chat", {}), ("/infill", {"input_prefix": "a"})):
+            assert (await gateway.ask(request("POST", path, {"model": ASKED} | fields))).status == 400
 
 
 async def test_infill_and_counts_pass_to_servers_of_our_own() -> None:
@@ -1085,8 +1083,8 @@ async def test_an_answer_is_freed_without_the_garbage_collector(stream: bool, mo
 
 async def test_names_and_ids_are_ours_and_what_calls_hold_is_not_touched() -> None:
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"model": "theirs", "id": "m1"}}
-    body = orjson.dumps({"content": [call], "model": "theirs.gguf", "id": "m1", "stop_reason": "tool_use"})
-    async with before(whole(body), upstream_model=None) as front:
+    said = whole({"content": [call], "model": "theirs.gguf", "id": "m1", "stop_reason": "tool_use"})
+    async with before(said, upstream_model=None) as front:
         answer = await front.ask(SURFACES["messages"]())
         assert (answer.json["model"], answer.json["content"]) == (ASKED, [call])
         assert answer.json["id"] == "msg_" + answer.headers["x-request-id"]
@@ -1103,61 +1101,51 @@ async def test_messages_of_another_server_are_counted_from_their_first_and_last_
     async with before(whole(body), ledger=tmp_path / "ledger.db") as front:
         answer = await front.ask(SURFACES["messages"](stream=True))
         assert [one["type"] for one in answer.events] == [one["type"] for one in events]
-        usage = await front.ask(request("GET", "/v1/usage?by=model"))
-        (line,) = usage.json["data"]
-        counts = (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"])
-        assert counts == (42, 2, 7)
+    (row,) = rows(tmp_path / "ledger.db")
+    assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (42, 2, 7)
+
+
+_LONG = {"prompt": "x" * 300}
+_FOUR = {"prompt": ["x" * 300] * 4}
 
 
 @pytest.mark.parametrize(
-    ("fields", "of_model", "told", "billed"),
+    ("fields", "of_model", "words", "told", "billed"),
     [
-        ({"max_tokens": 5}, {}, (20, 5), (20, 5)),
-        ({"max_tokens": 5, "n": 2}, {}, (20, 900), (20, 10)),
-        ({"max_tokens": 5, "best_of": 3}, {}, (20, 900), (20, 15)),
-        ({"max_tokens": None}, {"max_model_len": 9}, (20, 900), (9, 9)),
-        ({"max_tokens": None}, {}, (10**9, 10**9), (16_505, 16_503)),  # what was sent and received, and 16,384
-        ({"max_tokens": 5}, {"trusted": True}, (20, 900), (20, 900)),
+        ({"max_tokens": 5}, {}, 1, (20, 5), (20, 5)),
+        ({"max_tokens": 5, "n": 2}, {}, 1, (20, 900), (20, 10)),
+        ({"max_tokens": 5, "best_of": 3}, {}, 1, (20, 900), (20, 15)),
+        ({"max_tokens": None}, {"max_model_len": 9}, 1, (20, 900), (9, 9)),
+        ({"max_tokens": None}, {}, 1, (10**9, 10**9), (16_481, 16_492)),  # what was sent and received, and 16,384
+        ({"max_tokens": 5}, {"trusted": True}, 1, (20, 900), (20, 900)),
+        # Of several answers, no less than has come
+        (_FOUR | {"max_tokens": 30}, {}, 24, (100, 30), (400, 120)),  # as llama-server tells
+        (_FOUR | {"max_tokens": 100}, {}, 24, (100, 30), (400, 160)),
+        (_FOUR | {"max_tokens": 30}, {}, 24, (300, 90), (300, 90)),
+        (_FOUR | {"max_tokens": 30, "echo": True}, {}, 24, (300, 3), (300, 3)),
+        (_LONG | {"n": 4, "max_tokens": 30}, {}, 24, (90, 30), (90, 120)),
+        (_LONG | {"max_tokens": 30}, {}, 24, (90, 3), (90, 3)),
+        (_LONG | {"n": 4, "stream": True, "max_tokens": 30}, {}, 24, (90, 24), (90, 96)),
+        (_LONG | {"n": 4, "stream": True, "max_tokens": 100}, {}, 24, (90, 100), (90, 100)),
+        (_LONG | {"n": 4, "max_tokens": 30}, {}, 0, (90, 0), (90, 0)),
     ],
 )
 async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
-    fields: dict[str, Any], of_model: dict[str, Any], told: tuple[int, int], billed: tuple[int, int], tmp_path: Path
+    fields: dict[str, Any],
+    of_model: dict[str, Any],
+    words: int,
+    told: tuple[int, int],
+    billed: tuple[int, int],
+    tmp_path: Path,
 ) -> None:
-    choices = [{"index": i, "message": {"content": "a"}} for i in range(fields.get("n", 1))]
-    body = orjson.dumps({"choices": choices, "usage": {"prompt_tokens": told[0], "completion_tokens": told[1]}})
-    async with before(whole(body), ledger=tmp_path / "ledger.db", upstream_model=None, **of_model) as front:
-        assert (await front.ask(SURFACES["chat"](**fields))).status == 200
-        line = await front.usage()
-        assert (line["prompt_tokens"], line["completion_tokens"]) == billed
-
-
-@pytest.mark.parametrize(
-    ("fields", "words", "told", "billed"),
-    [
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (100, 30), (400, 120)),  # as llama-server tells
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 100}, 24, (100, 30), (400, 160)),
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (300, 90), (300, 90)),
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 30, "echo": True}, 24, (300, 3), (300, 3)),
-        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 24, (90, 30), (90, 120)),
-        ({"prompt": "x" * 300, "max_tokens": 30}, 24, (90, 3), (90, 3)),
-        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 30}, 24, (90, 24), (90, 96)),
-        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 100}, 24, (90, 100), (90, 100)),
-        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 0, (90, 0), (90, 0)),
-    ],
-)
-async def test_of_several_answers_no_less_is_billed_than_has_come(
-    fields: dict[str, Any], words: int, told: tuple[int, int], billed: tuple[int, int], tmp_path: Path
-) -> None:
-    num = fields.get("n", 1) * (len(fields["prompt"]) if isinstance(fields["prompt"], list) else 1)
+    num = fields.get("n", 1) * (4 if fields.get("prompt") == _FOUR["prompt"] else 1)
     usage = {"prompt_tokens": told[0], "completion_tokens": told[1]}
-    body = orjson.dumps({"choices": [{"index": i, "text": "word " * words} for i in range(num)], "usage": usage})
+    said = whole({"choices": [{"index": i, "text": "word " * words} for i in range(num)], "usage": usage})
     if fields.get("stream"):
         events = [_chunk(index=i, text="word ") for i in range(num)] * words
-        ends = [_chunk(index=i, text="", finish_reason="stop") for i in range(num)]
-        body = b"".join(
-            [*events, *ends, b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage})]
-        )
-    async with before(whole(body), ledger=tmp_path / "ledger.db", upstream_model=None) as front:
+        events += [_chunk(index=i, text="", finish_reason="stop") for i in range(num)]
+        said = whole(b"".join(events) + b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage}))
+    async with before(said, ledger=tmp_path / "ledger.db", upstream_model=None, **of_model) as front:
         assert (await front.ask(SURFACES["completions"](**fields))).status == 200
     (row,) = rows(tmp_path / "ledger.db")
     assert (row.prompt_tokens, row.completion_tokens) == billed
