@@ -127,6 +127,7 @@ class Server:
             CrossOrigin(config.cors_origins),
             metrics_need_key=not config.metrics_without_key,
         )
+        self._app.request_limits = config.request_limits
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
         self._local = (
             LocalModels(config, Processes(home_of_sockets(), self._loop), self._loop) if config.own_models else None
