@@ -329,13 +329,9 @@ class HarmonyParser(Parser):
 
     def __init__(self, ends_with_final: bool = False) -> None:
         self.num_calls = 0
+        self.num_complete = 0  # of these; the token that ends one is not in the text
         self._ends_with_final = ends_with_final
         super().__init__()
-
-    @property
-    def num_complete(self) -> int:
-        """Of the calls: each, as the token that ends one is not in the text."""
-        return self.num_calls
 
     def _parse(self) -> Step:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -354,7 +350,10 @@ class HarmonyParser(Parser):
                 while (yield from self._until(begins, emit)) == '"':  # marks within a string are its text
                     self._at -= 1
                     yield from self._raw_string(emit)
+                self.num_complete = self.num_calls
         except _Cut:
+            if not self._is_cut:
+                self.num_complete = self.num_calls
             if self._uncertain_from is None:
                 emit(self._text[self._at :])  # a backslash
             elif self._is_cut:

@@ -29,7 +29,7 @@ from server.api import (
     tokenize,
 )
 from server.api.decoding import PAGE, decode, is_ascending, page_of
-from server.api.fields import DefaultsOf, GenerationCall, checked_ids
+from server.api.fields import DefaultsOf, GenerationCall, RequestLimits, checked_ids
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import EVENTS, OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Operation, Route
@@ -470,14 +470,14 @@ async def show_readiness(exchange: Exchange) -> None:
 
 
 @cache
-def _openapi() -> tuple[bytes, bytes]:
+def _openapi(limits: RequestLimits) -> tuple[bytes, bytes]:
     """The document, and its entity tag."""
-    body = openapi.document(ROUTES, PREFIXES)
+    body = openapi.document(ROUTES, PREFIXES, limits)
     return body, b'"%s"' % hashlib.sha256(body).hexdigest()[:32].encode()
 
 
 async def show_openapi(exchange: Exchange) -> None:
-    body, tag = await exchange.server.offload(_openapi)
+    body, tag = await exchange.server.offload(partial(_openapi, exchange.server.request_limits))
     known = exchange.request.header(b"if-none-match") or b""
     is_known = tag in [one.strip().removeprefix(b"W/") for one in known.split(b",")]
     exchange.send(body, 304 if is_known else 200, ((b"etag", tag),), caching=(b"cache-control", b"no-cache"))
