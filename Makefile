@@ -18,6 +18,7 @@
 # make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, Cohere's, guidellm, lm-eval, with npm Vercel's
 #                   AI SDK and openai) in .venv/clients, environments of their own: tests ask a server through them, and are skipped without
 # make page         what checks the dashboard's types (tsc) and accessibility (axe), in .venv/page by npm: tests are skipped without
+# make screenshots  take the pictures of the dashboard in docs/pictures anew (needs chromium; a minute); ARGS="--all DIR" all of them
 # make storm        clients that misbehave beside 2,500 requests that do not, over real sockets (two minutes), then a million
 #                   random cancels against the simulated server (10 minutes); nobody is harmed, and nothing may be left
 #
@@ -123,6 +124,10 @@ page: $(VENV)/page/.installed
 $(VENV)/page/.installed: | $(VENV)/bin/python
 	npm install --silent --no-audit --no-fund --prefix $(@D) $(PAGE_CHECKS)
 	@touch $@
+
+.PHONY: screenshots
+screenshots: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.e2e.test_dashboard $(ARGS)
 
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-fuzz

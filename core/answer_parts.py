@@ -359,7 +359,10 @@ class HarmonyParser(Parser):
                 while (yield from self._until(begins, outside)) == '"':  # marks within a string are its text
                     self._at -= 1
                     yield from self._raw_string(emit)
+                self._end_call()
         except _Cut:
+            if not self._is_cut:
+                self._end_call()
             if self._uncertain_from is None:
                 emit(self._text[self._at :])  # a backslash
             elif self._is_cut:
@@ -385,6 +388,10 @@ class HarmonyParser(Parser):
         if recipient is not None or "<|channel|>analysis" in header:
             return lambda text: self._emit(Reasoning(text)), False
         return self._emit_text, False
+
+    def _end_call(self) -> None:
+        if self._depths and self._depths[-1] is None:
+            self._depths[-1] = 0  # without arguments
 
     def _emit_counted(self, emit: Emit, text: str) -> None:
         """Of a call, what is between strings."""

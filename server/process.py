@@ -127,6 +127,7 @@ class Server:
             CrossOrigin(config.cors_origins),
             metrics_need_key=not config.metrics_without_key,
         )
+        self._app.request_limits = config.request_limits
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
         self._local = (
             LocalModels(config, Processes(home_of_sockets(), self._loop), self._loop) if config.own_models else None
@@ -143,7 +144,7 @@ class Server:
         self._token_counters = {
             one.name: self._token_counter(one) for one in config.models if one.tokenizer is not None
         }
-        self._upstream_pools = [Pool(one, self._loop) for one in config.models if one.path is None]
+        self._upstream_pools = [Pool(one, self._loop, access_to(one)) for one in config.models if one.path is None]
         self._left_pools: list[Pool] = []  # of models that the list no longer has, until their requests have ended
         self._relays: dict[Pool, Relay] = {}
         self._relaying: asyncio.Task[None] | None = None  # where no engine is loaded: until upstreams have been asked

@@ -39,6 +39,7 @@ from server.api.fields import (
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
+    MixedPrompt,
     PairPrompt,
     Prompt,
     TextPrompt,
@@ -365,6 +366,13 @@ class PromptReader:
             return prompt.ids
         if isinstance(prompt, PairPrompt):
             return self._encode_pair(prompt, param)[0]
+        if isinstance(prompt, MixedPrompt):
+            self._check_length("".join(part for part in prompt.parts if isinstance(part, str)), param)
+            each = (
+                self.tokenizer.encode(part, add_special_tokens=i == 0) if isinstance(part, str) else part
+                for i, part in enumerate(prompt.parts)
+            )
+            return tuple(chain.from_iterable(each))
         if isinstance(prompt, TextPrompt):
             self._check_length("".join([prompt.text, prompt.suffix or "", *chain(*prompt.extra)]), param)
             if prompt.suffix is not None:
@@ -512,7 +520,7 @@ class PromptReader:
             return [prompt.first, prompt.second, prompt.instruction or ""]
         if isinstance(prompt, TextPrompt):
             return [prompt.text, *([prompt.suffix] if prompt.suffix else ()), *chain(*prompt.extra)]
-        return [self.tokenizer.decode(prompt.ids)]
+        return [self.tokenizer.decode(self.encode(prompt))]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
         """The engine's requests, one for each prompt.
@@ -734,7 +742,7 @@ def check_task(model: ServedModel, asked: str) -> None:
     makes = {"generate": "generates text", "embed": "makes embeddings", "score": "scores texts by a query"}[is_given]
     paths = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
     message = f"The model {model.id!r} {makes}, and nothing else. Ask it on {paths[is_given]}, or name another model"
-    if asked == "embed" and is_given == "generate":
+    if is_given == "generate":
         message += "; its operator can let it pool its hidden states: --pooling last, or mean"
     raise InvalidRequest(f"{message}.", "model", "unsupported_model")
 

@@ -177,12 +177,13 @@ class _Rush(Simulation):
         now_s = self.clock()
         for name, place in list(self._places.items()):
             trace = self.traces[name]
-            if trace.first_token_s is not None and not place.has_begun:
+            if not place.has_begun and now_s > trace.request.arrival_s + self._patience_s:
+                self._inbox.append(Cancel(name, FinishReason.CANCELLED))
+                trace.first_token_s = None  # if it has just come, nobody has read it
+            elif trace.first_token_s is not None and not place.has_begun:
                 place.on_first_token(0, now_s)
             if trace.end_s is not None:
                 self._places.pop(name).leave(now_s)
-            elif trace.first_token_s is None and now_s >= trace.request.arrival_s + self._patience_s:
-                self._inbox.append(Cancel(name, FinishReason.CANCELLED))
 
 
 def _request(numbers: Numbers, index: int, limits: RunnerLimits, shares: bool) -> Request:
@@ -225,7 +226,8 @@ def _outcome(numbers: Numbers, traces: list[RequestTrace], num_steps: int) -> Ou
     step = 2 if numbers.switch in (Switch.CANCEL, Switch.SLOW_CLIENT) else 1
     firsts = [first - arrival for arrival, first, _ in rows[::step] if first is not None]
     gaps = sorted(gap for trace in traces[::step] for gap in trace.gaps_s) or [0.0]
-    none_came = [trace.usage for trace in traces if trace.first_token_s is None]
+    answered = [trace for trace in traces if trace.first_token_s is not None]
+    num_refused = sum(trace.usage is None for trace in traces)
     usages = [trace.usage for trace in traces if trace.usage is not None]
     return Outcome(
         requests=rows,
@@ -233,11 +235,11 @@ def _outcome(numbers: Numbers, traces: list[RequestTrace], num_steps: int) -> Ou
         p95_gap_ms=1e3 * gaps[int(0.95 * (len(gaps) - 1))],
         longest_gap_ms=1e3 * gaps[-1],
         whole_ms=max(end for _, _, end in rows),
-        num_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_tokens=sum(len(times) for trace in answered for times in trace.token_times_s.values()),
         num_steps=num_steps,
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-        num_refused=none_came.count(None),
-        num_late=len(none_came) - none_came.count(None),
+        num_refused=num_refused,
+        num_late=len(traces) - len(answered) - num_refused,
     )
 
 

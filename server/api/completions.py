@@ -15,6 +15,8 @@ from server.api.fields import (
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
+    NumChoices,
+    NumLikely,
     Prompt,
     TextPrompt,
     check_range,
@@ -50,9 +52,9 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class CompletionBody(ChoiceFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     max_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    logprobs: int | None = None
+    logprobs: NumLikely | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: NumChoices | None = None
     add_special_tokens: bool | None = None
     suffix: str | None = None
 

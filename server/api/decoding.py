@@ -429,10 +429,17 @@ def _field_error(message: str, fields: dict[str, Any], renamed: Mapping[str, str
         (known,) = (one for one in declared(shape, inner) if isinstance(one, inspect.StructType))
         names = ", ".join(field.encode_name for field in known.fields)
         return InvalidRequest(f"There is no {param}. {path} may have {names}.", param)
+    if unknown := re.fullmatch(r"Invalid enum value (.*)", what, re.DOTALL):
+        values = [str(value) for one in declared(shape, inner) for value in _values_of(one)]
+        allowed, sent = f"{'one of ' * (len(values) > 1)}{', '.join(values)}", unknown[1].strip("'")[:MAX_SHOWN_KEY]
+        return InvalidRequest(f"{path} must be {allowed}, not {sent!r}.", path)
     if bound := re.fullmatch(r"Expected `(.*?)` .*", what):
         kind = _BOUNDED_TYPES[bound[1]]
         (node,) = (one for one in declared(shape, inner) if isinstance(one, kind))
         return InvalidRequest(f"{path} must {_bounds_in_words(node)}.", path)
+    if what.startswith("Invalid enum value"):
+        words = sorted({json.dumps(one) for node in declared(shape, inner) for one in getattr(node, "values", ())})
+        return InvalidRequest(f"{path} must be one of {', '.join(words)}.", path)
     return InvalidRequest(f"{path}: {what}.", path)
 
 
@@ -448,8 +455,15 @@ def declared(shape: type, path: str) -> list[Any]:
                 inner.append(node.item_type)
             elif isinstance(node, inspect.DictType):
                 inner.append(node.value_type)
-        nodes = [one for node in inner for one in (node.types if isinstance(node, inspect.UnionType) else (node,))]
+        each = (one for node in inner for one in (node.types if isinstance(node, inspect.UnionType) else (node,)))
+        nodes = [one.type if isinstance(one, inspect.Metadata) else one for one in each]  # without what is for schemas
     return nodes
+
+
+def _values_of(node: Any) -> tuple[Any, ...]:
+    if isinstance(node, inspect.LiteralType):
+        return node.values
+    return tuple(one.value for one in node.cls) if isinstance(node, inspect.EnumType) else ()
 
 
 def range_of(shape: type, name: str) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from server.api.fields import (
     GenerationCall,
     MaxTokens,
     Message,
+    NumLikely,
     SamplingFields,
     chat_prompt,
     check_range,
@@ -83,7 +84,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLikely | None = None
     include: list[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None

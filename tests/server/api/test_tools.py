@@ -506,13 +506,30 @@ def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
     assert [(one["content"], one["name"]) for one in messages[2:]] == [("sunny", "get_weather"), ("noon", "now")]
 
 
-def test_a_stop_string_within_a_call_is_no_end_of_calls() -> None:
-    cut_off = CALLS[: CALLS.index("Köln")]
-    call = parsed(tools=[WEATHER], stop=["Köln"])
-    (choice,) = wire.whole(SURFACE, call, (0, say(cut_off, FinishReason.STOP)))["choices"]
+@pytest.mark.parametrize(
+    ("form", "cut_off"),
+    [
+        ("hermes", CALLS[: CALLS.index("Köln")]),
+        ("harmony", '<|channel|>commentary to=functions.get_weather<|message|>{"city": "'),
+        (
+            "harmony",
+            "<|channel|>commentary to=functions.now<|message|>{}<|end|><|start|>assistant to=functions.f<|message|>{",
+        ),
+    ],
+)
+def test_a_stop_string_within_a_call_is_no_end_of_calls(form: str, cut_off: str) -> None:
+    style = ToolStyle(form, False, 2)
+    last = msgspec.structs.replace(say(cut_off, FinishReason.STOP), stop_string="Köln")
+    (choice,) = wire.whole(SURFACE, parsed(style, tools=[WEATHER], stop=["Köln"]), (0, last))["choices"]
     assert choice["finish_reason"] == "stop"
-    events = read_events(streamed(parsed(tools=[WEATHER]), cut_off, 5))[:-1]
-    assert {event["choices"][0]["finish_reason"] for _, event in events} == {None, "stop"}
+    assert choice["message"]["tool_calls"]
+    if form == "harmony":
+        last = say(cut_off + '"}', FinishReason.STOP)
+        (choice,) = wire.whole(SURFACE, parsed(style, tools=[WEATHER]), (0, last))["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+    else:
+        events = read_events(streamed(parsed(tools=[WEATHER]), cut_off, 5))[:-1]
+        assert {event["choices"][0]["finish_reason"] for _, event in events} == {None, "stop"}
 
 
 def source_of(call: GenerationCall) -> str:
