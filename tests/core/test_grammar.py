@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import orjson
 import pytest
 
 from core.answer_parts import Arguments, CallBegin, Text, ToolCallParser
@@ -26,9 +27,10 @@ from core.constraints import (
     client_grammar,
     json_schema,
     regex,
+    repeats,
 )
 from core.errors import InvalidRequest
-from core.grammar import Grammar, GrammarCompiler, Vocabulary
+from core.grammar import MAX_DIGITS, Grammar, GrammarCompiler, NumberBounds, Vocabulary
 from core.shortest_answer import shortest_answer
 from core.tool_formats import FORMATS as TOOL_FORMATS
 from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
@@ -156,6 +158,57 @@ def test_expressions_are_read_as_json_schema_has_them(pattern: str) -> None:
             assert taken(grammar, text) == (re.search(pattern, json.loads(text)) is not None), text
 
 
+NUMBERS: list[tuple[dict[str, Any], Sequence[str]]] = [
+    ({"type": "number"}, ("9",)),
+    ({"type": "number"}, ("E", "+", "9", "1")),
+    ({}, ("9", "E", "+")),
+    ({"type": "number", "title": "n"}, ("512", "256", "e", "1")),
+    ({"type": "integer", "multipleOf": 7}, ("9", "5", "3")),
+    ({"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}, ("[", "1", "e", "9")),
+]
+
+
+@pytest.mark.parametrize(("schema", "preferred"), NUMBERS)
+def test_numbers_are_finite_for_those_who_read_them(schema: dict[str, Any], preferred: Sequence[str]) -> None:
+    """Though models would go on with them: JSON has no bound on digits."""
+    grammar = compiler().compile(json_schema(schema, PARAM))
+    token_ids = [tokenizer().encode(text, False)[-1] for text in preferred]
+    for chosen in (token_ids, token_ids[::-1], ()):
+        for seed in range(40):
+            if (answer := sampled(grammar, random.Random(seed), preferred=chosen)) is not None:
+                orjson.loads(answer)  # refuses 1e999
+                Validator(schema).validate(json.loads(answer))
+                assert len(answer) < 2 * MAX_DIGITS + 40
+            else:
+                assert not chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        (["1", "e"], ["1", "23", "e", "+", ","]),
+        (["1", "e", "+", "1"], ["1", "e", "+", ","]),
+        (["1", "e", "+", "23"], ["e", "+", ","]),
+        ([",", "-", "23", "e", "1", "1"], ["e", "+", ","]),
+        (["23"] * 110, ["e", "+", ","]),
+        (["q", "1", "e", "23"], ["1", "23", "456", "e", "+", ","]),  # of a text, as far as can be told
+        (["1"], ["1", "23", "456", "e", "+", ","]),
+    ],
+)
+def test_tokens_of_many_digits_are_bounded_as_single_ones_are(text: list[str], allowed: list[str]) -> None:
+    tokens = ["q", "1", "23", "456", "e", "+", "e789", ",", "-"]
+    mask = np.full(1, 0b11111110 if text == ["1"] else 0b10111110, np.int32)  # neither q, which no number has, nor -
+    NumberBounds([one.encode() for one in tokens], 1).narrow(mask, [tokens.index(one) for one in text])
+    assert mask[0] == sum(1 << tokens.index(one) for one in allowed)
+
+
+def test_texts_of_digits_are_free() -> None:
+    schema = {"type": "string", "pattern": "^5e(123456-|9{300})$"}
+    grammar = compiler().compile(json_schema(schema, PARAM))
+    for text in ("5e123456-", "5e" + "9" * 300):
+        assert taken(grammar, f'"{text}"')
+
+
 def test_no_escape_in_a_name_gets_round_its_schema() -> None:
     for named in ({"properties": {"ab": {"type": "integer"}}}, {"patternProperties": {"^a": {"type": "integer"}}}):
         schema = {"type": "object", **named, "additionalProperties": {"type": "string"}}
@@ -260,7 +313,20 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         ({"minimum": []}, "response_format.minimum must be a number"),
         ({"multipleOf": 0}, "response_format.multipleOf must be a number above 0"),
         ({"enum": []}, "response_format.enum must be a list of values"),
-        ({"type": []}, "response_format.type must be a type, or a list of types"),
+        ({"type": []}, "response_format.type must be one of array, boolean"),
+        ({"type": ["string", {}]}, "response_format.type must be one of array, boolean"),
+        *(
+            (
+                {
+                    "properties": {
+                        "a": {"$ref": f"#/properties/b/{way}"},
+                        "b": {"const": {}, "enum": [{}], "default": {}},
+                    }
+                },
+                f"response_format.properties.a.$ref is '#/properties/b/{way}'. It must point to a schema in this one",
+            )
+            for way in ("const", "enum/0", "default")
+        ),
         ({"format": ["a"]}, "response_format.format must be one of"),
         ({"pattern": "(a{999}){99}"}, "response_format.pattern comes to more than 20000 characters"),
         ({"pattern": 3}, "response_format.pattern must be a regular expression"),
@@ -268,7 +334,7 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         ({**optional(8), "minProperties": 2}, "are held where at most 7 properties are optional"),
         ({**optional(3), "maxProperties": 2, "additionalProperties": {}}, "are held where at most 7 properties"),
         ({"type": "string", "format": "iban"}, "response_format.format must be one of date, date-time"),
-        ({"items": {"type": "strin"}}, "response_format.items.type cannot be used: Invalid type: strin"),
+        ({"items": {"type": "strin"}}, "response_format.items.type must be one of array, boolean"),
         ({"items": 3}, "response_format.items must be a schema"),
         ({"properties": []}, "response_format.properties must be an object of schemas"),
         ({"anyOf": []}, "response_format.anyOf must be a list of schemas"),
@@ -432,6 +498,23 @@ def test_a_grammar_whose_texts_end_is_held(source: str, text: str) -> None:
     for token_id in tokenizer().encode(text, add_special_tokens=False):
         state.accept(token_id)
     assert (state.fault, state.is_complete) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('start: /[^x]{5,40}/ "x*"', False),
+        ('start: a | T b?\na: "+" b\nb: T\nT: /a*/ "b"+', False),
+        ("start: a*\na: /x/", True),
+        ("start: (a a)+\na: /x/", True),
+        ("start: a{2,}\na: /x/", True),
+        ("start: a\na: b\nb: /x/ | a b", True),
+        ("start: a -> b\na: /x/ /y/ # a*", False),
+        ('start: a\na: %regex {"pattern": "x"}', True),  # not understood
+    ],
+)
+def test_grammars_that_repeat_nothing_have_more_room(source: str, expected: bool) -> None:
+    assert repeats(source) == expected
 
 
 GBNF = {

@@ -245,6 +245,12 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         confirm()
         page.wait("document.getElementById('tenants').innerText.includes('0.017 of 1')")
         assert ask() == 200
+        type_into(page, "find-tenant", "OPER")
+        page.wait("!document.getElementById('tenants').innerText.includes('acme')")
+        assert "operators" in page.evaluate("document.getElementById('tenants').innerText")
+        page.evaluate("document.getElementById('find-tenant').value = ''")
+        page.evaluate("document.getElementById('find-tenant').dispatchEvent(new Event('input'))")
+        page.wait("document.getElementById('new-tenant').value === 'acme'")
         type_into(page, "new-label", MARKUP)
         page.press("Enter", 13, "\r")
         page.wait("document.activeElement.id === 'created-key'")
