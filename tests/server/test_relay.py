@@ -589,30 +589,14 @@ def _chunk(**choice: Any) -> bytes:
     ids=range(18),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith(b"POST"):
-            await reader.readuntil(b"}")
-            size = max(7, len(said) // 100)
-            for i in range(0, len(said), size):
-                writer.write(said[i : i + size])
-                await asyncio.sleep(0)
+    async with before(said, speaks={"ends": True}, health="/health") as front:
+        told = await front.ask(SURFACES["chat"](stream=True))
+        if told.status == 200 and "event-stream" in told.headers["content-type"]:
+            *_, last = [one for one in told.events if one != "[DONE]"]
+            got = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
         else:
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        writer.close()
-
-    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
-        async with fronting(model(f"http://127.0.0.1:{port}", health="/health", protocol="h1")) as front:
-            told = await read_answer(*await open_with(front.server, closing(SURFACES["chat"](stream=True))))
-            if told.status == 200 and "event-stream" in told.headers["content-type"]:
-                *_, last = [one for one in told.events if one != "[DONE]"]
-                got = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
-            else:
-                got = told.json["error"]["code"]
-            assert got == expected
-            assert front.pool.upstreams[0].num_active == 0
+            got = told.json["error"]["code"]
+        assert (got, front.num_active) == (expected, [0])
 
 
 @pytest.mark.parametrize("said", [b"H", b"HTTP/1.1 200", _HEAD, _HEAD + b"data: {", _HEAD + _chunk(text="a")])
