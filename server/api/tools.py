@@ -372,7 +372,7 @@ def template_calls(calls: list[ToolCall], style: ToolStyle | None, param: str) -
     return [
         {
             "type": "function",
-            **({"id": template_id(call.id, style)} if call.id is not None else {}),
+            **({"id": template_id(call.id, style)} if call.id else {}),
             "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, style)},
         }
         for call in calls
