@@ -17,6 +17,8 @@
 #                   20 times during a batch of 10,000 lines (a minute)
 # make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, Cohere's, guidellm, lm-eval, with npm Vercel's
 #                   AI SDK and openai) in .venv/clients, environments of their own: tests ask a server through them, and are skipped without
+# make page         what checks the dashboard's types (tsc) and accessibility (axe), in .venv/page by npm: tests are skipped without
+# make screenshots  take the pictures of the dashboard in docs/pictures anew (needs chromium; a minute); ARGS="--all DIR" all of them
 # make storm        clients that misbehave beside 2,500 requests that do not, over real sockets (two minutes), then a million
 #                   random cancels against the simulated server (10 minutes); nobody is harmed, and nothing may be left
 #
@@ -79,6 +81,7 @@ tables: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.server.api.api_tables
 
 test: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory page || echo "not installed: what checks the page (tests that need it are skipped)"
 	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		{ apt-get update -qq; apt-get install -qq --yes --no-install-recommends $(DEBIAN_TEST_PACKAGES); }; } || \
@@ -111,6 +114,20 @@ $(CLIENTS)/evaluators/.installed: tests/e2e/clients/evaluators.txt | $(VENV)/.in
 	$(VENV)/bin/python $(SITE_PACKAGES) > $$($(CLIENTS)/evaluators/bin/python $(SITE_PACKAGES))/shared.pth
 	$(CLIENTS)/evaluators/bin/python -m pip install --quiet --no-deps --requirement $<
 	@touch $@
+
+# What checks the dashboard: its types, its accessibility, and that uPlot is as its authors have published it
+PAGE_CHECKS := axe-core@4.14.1 typescript@7.0.2 uplot@1.6.32
+
+.PHONY: page
+page: $(VENV)/page/.installed
+
+$(VENV)/page/.installed: | $(VENV)/bin/python
+	npm install --silent --no-audit --no-fund --prefix $(@D) $(PAGE_CHECKS)
+	@touch $@
+
+.PHONY: screenshots
+screenshots: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.e2e.test_dashboard $(ARGS)
 
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-fuzz

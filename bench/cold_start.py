@@ -93,7 +93,7 @@ def _measure_wakes(path: Path, num_rounds: int) -> Found:
     def first_token(name: str, model: str, text: str) -> None:
         begun_s = time.monotonic()
         messages = [{"role": "user", "content": text}]
-        _read_first_token(port, {"model": model, "stream": True, "max_tokens": 2, "messages": messages})
+        _read_first_token(port, {"model": model, "stream": True, "max_tokens": 1, "messages": messages})
         if name:
             found[name].append(time.monotonic() - begun_s)
 

@@ -32,6 +32,7 @@ from bench.kit import MODEL, Flag, Found, bench
 from bench.raw_clients import Load, frame, run
 from bench.results import Cell, percentile, table_of
 from core.types import StepDelivery
+from server.api.decoding import MAX_IDS
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
@@ -72,8 +73,8 @@ def long_text() -> bytes:
 
 
 def long_ids() -> bytes:
-    """A body of token ids, many more than the context takes."""
-    return json.dumps({"model": MODEL, "prompt": [1234] * (BODY_BYTES // 6 - 100), "max_tokens": 1}).encode()
+    """A body of as many token ids as are read, many more than the context takes."""
+    return json.dumps({"model": MODEL, "prompt": [1234] * MAX_IDS, "max_tokens": 1}).encode()
 
 
 def many_messages() -> bytes:
@@ -101,7 +102,7 @@ def largest_forms() -> Iterator[bytes]:
 CASES: dict[str, tuple[str, Callable[[], Iterator[bytes]]] | None] = {
     "streams alone": None,
     "8 MiB of text": ("/v1/completions", lambda: repeat(long_text())),
-    "8 MiB of ids": ("/v1/completions", lambda: repeat(long_ids())),
+    "a million ids": ("/v1/completions", lambda: repeat(long_ids())),
     "4,080 messages": ("/v1/chat/completions", lambda: repeat(many_messages())),
     "forms in 8 KiB": ("/v1/chat/completions", lambda: forms(1)),
     "larger forms": ("/v1/chat/completions", lambda: forms(20)),
@@ -175,7 +176,7 @@ async def measure(name: str, duration_s: float) -> dict[str, Cell]:
     await server.wait_ready()
     loop, port = asyncio.get_running_loop(), server.listener.port
     probe = asyncio.create_task(probe_loop(lag, computed))
-    num_tokens = int((duration_s + 3 * WARM_UP_S + 2) / STEP_S)
+    num_tokens = int((3 * duration_s + 20) / STEP_S)  # the server's end is theirs
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         reading = loop.run_in_executor(pool, run, Load(port, False, STREAMS, STREAMS, num_tokens))
         generations = server._app.generations

@@ -59,6 +59,9 @@ def _preset(
 
 _QWEN: dict[str, Any] = {"attention_bias": False, "use_sliding_window": False, "head_dim": 128}
 QWEN2_05B = _preset("Qwen2ForCausalLM", 896, 4864, 24, (14, 2), model_type="qwen2", use_sliding_window=False)
+QWEN2_15B = _preset(
+    *("Qwen2ForCausalLM", 1536, 8960, 28, (12, 2)), model_type="qwen2", use_sliding_window=False, vocab_size=151_936
+)
 _QWEN3 = {**_QWEN, "model_type": "qwen3", "vocab_size": 151_936, "max_position_embeddings": 40_960}
 QWEN3_06B = _preset("Qwen3ForCausalLM", 1024, 3072, 28, (16, 8), **_QWEN3)
 QWEN3_17B = _preset("Qwen3ForCausalLM", 2048, 6144, 28, (16, 8), **_QWEN3)
@@ -127,6 +130,7 @@ GRANITE4_H_1B = _preset(
 )
 PRESETS = {
     "qwen2.5-0.5b": QWEN2_05B,
+    "qwen2.5-1.5b": QWEN2_15B,
     "qwen3-0.6b": QWEN3_06B,
     "qwen3-1.7b": QWEN3_17B,
     "moe-1b": MOE_1B,

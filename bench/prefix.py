@@ -1,24 +1,41 @@
-"""What the prefix cache saves, and host memory over a restart: `python -m bench.prefix --model DIR`.
+"""What known prefixes save, and host memory over a restart: `python -m bench.prefix --model DIR`.
 
-Requests go through core.engine.Engine and the model's runner, in this process, without HTTP.
+Requests go through core.engine.Engine and the model's runner, in this process, without HTTP. What /v1/messages/
+count_tokens takes is this thread's CPU time, from the body to the answer.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
+import msgspec
+
 from bench.engine import MODEL_FLAGS, Streams, open_model, shown_model
-from bench.kit import Flag, Found, bench
+from bench.kit import MODEL, Flag, Found, bench
+from bench.make_model import CHAT_TEMPLATE, make_tokenizer
 from bench.results import Cell, Table, table_of
+from core.chat_template import ChatTemplate
 from core.config import BLOCK_SIZE, EngineConfig
+from core.grammar import GrammarCompiler
+from core.tokenizer import Tokenizer
+from core.turns import TurnMemory
 from gpu.checkpoint import open_checkpoint
 from gpu.kv_store import KVOffload
 from gpu.runner import ModelRunner
+from server.api import messages
+from server.api.fields import GenerationDefaults
+from server.api.models import ServedModel
+from server.gate.tenants import Tenant
+from server.prompts import PromptReader
+from server.routes import counting
 
 CACHED_SHARE = 0.95  # of the prompt
+COUNTED_VOCAB = 32_000
+COUNT = counting(messages.parse_count, messages.count_reply)
 
 
 def ask(streams: Streams, prompt_ids: Sequence[int], max_tokens: int = 1) -> tuple[float, list[int], int]:
@@ -93,7 +110,43 @@ def measure_restart(runner: ModelRunner, arguments: argparse.Namespace) -> Table
     return _beside_cold(title, {name: (ttft_s, cached) for name, (ttft_s, _, cached) in found.items()})
 
 
-PARTS = {"ttft": measure_ttft, "restart": measure_restart}
+def measure_count(runner: ModelRunner, arguments: argparse.Namespace) -> Table:
+    """A chat of --count tokens for the first time, again, as it goes on, and where it leaves another way."""
+    tokenizer, most = Tokenizer(make_tokenizer(COUNTED_VOCAB).to_str(), templates=[CHAT_TEMPLATE]), 2 * arguments.count
+    turns, template = TurnMemory(tokenizer), ChatTemplate({"default": CHAT_TEMPLATE}, {}, most)
+    card, tenant = ServedModel(id=MODEL, created_s=0, max_model_len=most), Tenant(name="bench")
+    defaults = GenerationDefaults(vocab_size=COUNTED_VOCAB)
+    reader = PromptReader((card,), tokenizer, template, most, 1, defaults, time.time, _none, turns=turns)
+    rng, taken = random.Random(0), dict[str, list[float]]()
+
+    def say(num_tokens: int, role: str = "user") -> dict[str, str]:
+        return {"role": role, "content": tokenizer.decode(rng.choices(range(COUNTED_VOCAB), k=num_tokens))}
+
+    def count(name: str, said: list[dict[str, str]]) -> None:
+        body = msgspec.json.encode({"messages": said})
+        began_s = time.thread_time()
+        COUNT(reader, reader.cards, tenant, body)
+        taken.setdefault(name, []).append(time.thread_time() - began_s)
+        turns.learn()
+
+    for _ in range(arguments.repeats):
+        chat = [say(300, role) for _ in range(arguments.count // 600) for role in ("user", "assistant")]
+        count("for the first time", [*chat, say(20)])
+        count("again", [*chat, say(20)])
+        count("its next turn", [*chat, say(20), say(300, "assistant"), say(20)])
+        count("another way from its middle on", [*chat[: len(chat) // 2], say(300), say(20)])
+    rows: list[dict[str, Cell]] = [
+        {"chat": name, "CPU ms": statistics.median(each_s) * 1e3, "most ms": max(each_s) * 1e3}
+        for name, each_s in taken.items()
+    ]
+    return table_of(f"count_tokens of a chat of {arguments.count} tokens", rows)
+
+
+def _none() -> GrammarCompiler:
+    raise AssertionError("it only counts")
+
+
+PARTS = {"ttft": measure_ttft, "restart": measure_restart, "count": measure_count}
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
@@ -107,6 +160,7 @@ def _measure(arguments: argparse.Namespace) -> Found:
 FLAGS = (
     *MODEL_FLAGS,
     Flag("--prompt", 4096, "tokens", 128),
+    Flag("--count", 32_768, "tokens of the chat that is counted", 1200),
     Flag("--repeats", 3, "of each prompt", 1),
     Flag("--parts", tuple(PARTS), "to measure", more={"nargs": "+", "choices": tuple(PARTS)}),
 )

@@ -4,7 +4,7 @@ One Detokenizer per sequence, one TokenTable per model. Thread: loop. It cuts st
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from core.thoughts import ThoughtFollower
@@ -31,6 +31,14 @@ class TokenTable:
         self.token_bytes = tuple(token_bytes)
         self.strip_start = strip_start
         self.texts = tuple(_whole_text(data) for data in self.token_bytes)  # None: not whole characters by itself
+
+    def without(self, hidden: Collection[int]) -> "TokenTable":
+        """One in which these ids are empty; the others' texts are shared."""
+        table, token_bytes, texts = TokenTable((), self.strip_start), list(self.token_bytes), list(self.texts)
+        for token_id in hidden:
+            token_bytes[token_id], texts[token_id] = b"", ""
+        table.token_bytes, table.texts = tuple(token_bytes), tuple(texts)
+        return table
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one id; none for an unknown id (logits are often padded)."""
@@ -152,10 +160,10 @@ class Detokenizer:
         rest = self._strip(self._decoder.decode(b"", final=True))
         if not self._stop:
             return rest
-        if self._thought is not None and not self._thought.is_over:
-            if self._thought.is_inside:
-                return rest
+        if self._thought is not None and (self._thought.is_header or not self._thought.is_over):
             rest, self._held = self._held + rest, ""
+            if self._thought.is_header or self._thought.is_inside:
+                return rest
         text = self._emit(rest) + self._held
         self._held = ""
         return text
@@ -167,8 +175,7 @@ class Detokenizer:
         text = self._decode(token_id)
         if self._num_to_strip:
             text = self._strip(text)
-        is_thinking = self._thought is not None and not self._thought.is_over
-        if is_thinking:
+        if self._thought is not None and (self._thought.is_header or not self._thought.is_over):
             text = self._follow(token_id, text)
         else:
             if self._thought is not None and not self._thought.is_last:
@@ -179,16 +186,16 @@ class Detokenizer:
         return text
 
     def _follow(self, token_id: int, text: str) -> str:
-        """The text of a token of the thought, or of one that may begin it."""
+        """The text of a token of the thought or of a message's header, or of one that may begin them."""
         assert self._thought is not None, "there is one"
         after = self._thought.push(token_id)
         if not self._stop:
             return text
         text, self._held = self._held + text, ""
-        if self._thought.is_over:
+        if self._thought.is_over and not self._thought.is_header:
             end = max(0, len(text) - len(after.decode("utf-8", "ignore")))
             return text[:end] + (self._emit(text[end:]) if end < len(text) else "")
-        if not self._thought.is_inside:  # it may be the answer
+        if not (self._thought.is_inside or self._thought.is_over):  # it may be the answer
             text, self._held = "", text
         return text
 

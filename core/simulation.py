@@ -286,7 +286,7 @@ class RequestTrace:
     num_steps_to_first_token: int | None = None
     first_token_s: float | None = None
     end_s: float | None = None
-    usage: Usage | None = None
+    usage: Usage | None = None  # None: it was refused
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     token_times_s: dict[int, list[float]] = field(default_factory=dict)
 
@@ -361,13 +361,20 @@ class Simulation:
     def _enter(self) -> None:
         num_may_enter = self._num_may_enter(self._num_inside)
         while self._coming and self._coming[0].arrival_s <= self.clock.now and num_may_enter > 0:
-            num_may_enter -= 1
             request = self._coming.popleft()
+            if not self._admits(request):
+                self.traces[request.request_id].end_s = request.arrival_s
+                continue
+            num_may_enter -= 1
             self.traces[request.request_id].num_steps_before = self.scheduler.stats().num_steps
             self._inbox.append(Submit(request))
             self._num_inside += 1
         while self._messages and self._messages[0][0] <= self.clock.now:
             self._inbox.append(self._messages.popleft()[1])
+
+    def _admits(self, request: Request) -> bool:
+        """Whether it is taken; otherwise it has ended as it came, without a usage."""
+        return True
 
     def _take(self, delivery: StepDelivery) -> None:
         now = self.clock.now

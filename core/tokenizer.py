@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
@@ -99,22 +100,20 @@ class Tokenizer:
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))
         _cut_long_pieces(backend)
         self._backend = backend
-        self._token_strs = {token_id: string for string, token_id in backend.get_vocab(with_added_tokens=True).items()}
-        self.vocab_size = max(self._token_strs, default=-1) + 1  # ids are below it; the logits may be wider
+        # ids are below it; the logits may be wider
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._num_computable = (
             num_embeddings if num_embeddings is not None and num_embeddings < self.vocab_size else None
         )
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_id = self.id_of(self.special_tokens.get("bos_token"))
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
-        strings = [self._token_strs.get(token_id) for token_id in range(self.vocab_size)]
-        all_bytes = [b"" if string is None else to_bytes(string) for string in strings]
+        all_bytes = [to_bytes(self.str_of(token_id)) for token_id in range(self.vocab_size)]
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
-        shown = [b"" if token_id in self.special_ids else data for token_id, data in enumerate(all_bytes)]
-        self.table = TokenTable(shown, strip_start)  # for answers: special tokens are empty
+        self.table = self.full_table.without(self.special_ids)  # for answers
         self._breakers: dict[tuple[str, ...], Breakers] = {}
         self._tables = {frozenset[str](): self.table}
-        self._control = _ControlTokens(backend, "\n".join(templates), user_turn)
+        self._control = _ControlTokens(backend, "\n".join(templates), user_turn, self.vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
@@ -282,6 +281,15 @@ class Tokenizer:
             return []
         return ids + self.encode(rest, add_special_tokens=False) if left.endswith(data) else []
 
+    def control_of(self, text: str) -> list["ControlToken"]:
+        """The control tokens of a rendered chat, in their order; none, where its text does not tell them."""
+        return self._control.tokens_of(text)
+
+    def places_of_control(self, token_ids: Sequence[int], start: int) -> list[int]:
+        """Where a chat's ids have control tokens, from a place on."""
+        found: list[int] = np.flatnonzero(self._control.are_control[np.array(token_ids[start:], np.int32)]).tolist()
+        return [start + at for at in found]
+
     def may_have(self, text: str, part: slice, control: Sequence["ControlToken"]) -> bool:
         """Whether ids with these control tokens may stand for a part of a rendered chat that spells them."""
         return self._control.may_have(text, part, control)
@@ -308,9 +316,7 @@ class Tokenizer:
         shown = frozenset(names & set(map(self.str_of, self.special_ids)))
         if shown not in self._tables:
             hidden = {token_id for token_id in self.special_ids if self.str_of(token_id) not in shown}
-            all_bytes = self.full_table.token_bytes
-            texts = [b"" if token_id in hidden else data for token_id, data in enumerate(all_bytes)]
-            self._tables[shown] = TokenTable(texts, self.table.strip_start)
+            self._tables[shown] = self.full_table.without(hidden)
         return self._tables[shown]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -323,7 +329,7 @@ class Tokenizer:
 
     def str_of(self, token_id: int) -> str:
         """The token as its vocabulary writes it (`Ġhello`, `▁hello`, `<0x0A>`): what /tokenize shows."""
-        return self._token_strs.get(token_id, "")
+        return (self._backend.id_to_token(token_id) or "") if 0 <= token_id < self.vocab_size else ""
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, special tokens by name: what logprobs show."""
@@ -344,11 +350,16 @@ def _kept_of_pair(num_first: int, num_second: int, over: int) -> tuple[int, int]
 
 
 class ControlToken(NamedTuple):
-    """Where a control token is in a text."""
+    """Where a control token is in a text.
+
+    Args:
+        may_cut: the ids of a rendered chat are those of its parts before and behind the token's beginning.
+    """
 
     start: int
     stop: int
     id: int
+    may_cut: bool = False
 
 
 class _TokenTexts:
@@ -381,7 +392,7 @@ class _ControlTokens:
     These are all special tokens, and the other added tokens that _MARKUP and _PIPED select.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, templates: str, user_turn: str) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, templates: str, user_turn: str, vocab_size: int) -> None:
         added = backend.get_added_tokens_decoder()
         in_turn = set(_ids(backend, [user_turn], add_special_tokens=False)[0]) if user_turn else set()
         self._tokens: dict[int, AddedToken] = {}
@@ -391,7 +402,7 @@ class _ControlTokens:
             if token.special or (is_markup and token_id in in_turn):
                 self._refused_from[token_id] = Origin.MODEL
             elif is_markup and (token.content in templates or _PIPED.fullmatch(token.content)):
-                self._refused_from[token_id] = Origin.USER
+                self._refused_from[token_id] = Origin.CALL
             else:
                 continue
             self._tokens[token_id] = token
@@ -407,8 +418,23 @@ class _ControlTokens:
             self._plain_inner = _without_control(backend, self._tokens.keys())
             self._plain_inner.pre_tokenizer = pre_tokenizer
 
+        self.are_control = np.zeros(vocab_size, np.bool_)  # by id
+        self.are_control[list(self._tokens)] = True
+
     def has(self, token_id: int) -> bool:
         return token_id in self._tokens
+
+    def tokens_of(self, text: str) -> list[ControlToken]:
+        """As Tokenizer.control_of."""
+        origins = text.origins if isinstance(text, MarkedText) else bytes(len(text))
+        found: list[ControlToken] = []
+        for match in self._spelled.finditer(text) if self._tokens and self._is_spelled_out else ():
+            (start, stop), token_id = match.span(), self._ids[match[0]]
+            if not self._is_refused(token_id, written := origins[start:stop]):
+                token = self._tokens[token_id]
+                may_cut = not (any(written) or token.lstrip or token.single_word)
+                found.append(ControlToken(start, stop, token_id, may_cut))
+        return found
 
     def begins_at(self, text: str, at: int) -> bool:
         return bool(self._tokens) and self._spelled.match(text, at) is not None
@@ -418,7 +444,8 @@ class _ControlTokens:
         if not self._is_spelled_out:
             return False
         origins = text.origins if isinstance(text, MarkedText) else bytes(len(text))
-        if any(self._is_refused(one.id, origins[one.start : one.stop]) for one in control):
+        in_call, by_model = bytes((Origin.CALL,)), bytes((Origin.MODEL,))  # what was generated may be in a call, too
+        if any(self._is_refused(one.id, origins[one.start : one.stop].replace(in_call, by_model)) for one in control):
             return False
         starts = {one.start for one in control}
         for match in self._spelled.finditer(text, part.start, part.stop) if self._tokens else ():

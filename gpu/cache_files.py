@@ -1,17 +1,23 @@
 """Files kept from one start to the next: the user's cache directory, measured.json, compiled kernels.
 
+What compiles keeps hundreds of MiB until its process ends: `compile_apart` does it in processes that do.
+
 A file that cannot be read, or has an unknown format, counts as missing; failing to write one is no error. Imports
 neither torch nor numba. Thread: engine (at start), or main.
 """
 
 import json
+import logging
 import os
 import stat
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +26,7 @@ Found = TypeVar("Found")
 NOWHERE = Path(os.devnull)  # no directory: no file below it can exist or be written
 NUMBA_VARIABLE = "NUMBA_CACHE_DIR"  # numba reads it when it is imported
 KERNELS = Path(__file__).parent / "cpu_kernels"
+logger = logging.getLogger(__name__)
 
 
 def cache_home() -> Path:
@@ -69,9 +76,7 @@ def can_keep_kernels() -> bool:
     Numba looks beside the kernels' files and in the user's cache. Where it may write to neither (installed by another
     user, no home) it would refuse to compile: it is given a private directory among the temporary files.
     """
-    named = os.environ.get(NUMBA_VARIABLE)
-    usual = (KERNELS / "__pycache__", cache_home() / "numba")
-    if any(map(_can_write, (*([Path(named)] if named else []), *usual))):
+    if any(map(_can_write, _kernel_directories())):
         return True
     own = _own_directory()
     if own is None:
@@ -80,6 +85,43 @@ def can_keep_kernels() -> bool:
     if "numba" in sys.modules:
         sys.modules["numba"].config.CACHE_DIR = str(own)
     return True
+
+
+def _kernel_directories() -> list[Path]:
+    """Where numba keeps what it compiles: in the first one that it may write to."""
+    named = os.environ.get(NUMBA_VARIABLE)
+    return [*([Path(named)] if named else []), KERNELS / "__pycache__", cache_home() / "numba"]
+
+
+def compile_apart(groups: Sequence[Sequence[str]], cpu: str) -> int:
+    """Have kernels compiled that no earlier call has, each group in a process of its own, all at once.
+
+    One that fails is told in the log, and compiled where it is used. Returns how many processes there were.
+
+    Args:
+        groups: arguments of `python -m gpu.cpu_kernels`.
+        cpu: what code is compiled for.
+    """
+    directory = next(filter(_can_write, _kernel_directories()), None)
+    if directory is None:
+        return 0
+    sources = [(path.name, path.stat().st_mtime_ns) for path in sorted(KERNELS.glob("*.py"))]  # as numba has it
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(KERNELS.parent.parent), *filter(None, [environ.get("PYTHONPATH")])])
+    running = []
+    for group in groups:
+        stamp = sha256(repr((sources, version("numba"), sys.version, cpu, *group)).encode()).hexdigest()
+        if not (marker := directory / f"compiled-{stamp[:32]}").exists():
+            logger.info("compiling kernels for this CPU, once: %s", ", ".join(group))
+            command = [sys.executable, "-m", "gpu.cpu_kernels", *group]
+            running.append((group, marker, subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)))
+    for group, marker, process in running:
+        if process.wait() == 0:
+            with suppress(OSError):
+                marker.touch()
+        else:
+            logger.warning("%s: compiling them apart ended with %d", ", ".join(group), process.returncode)
+    return len(running)
 
 
 def _can_write(directory: Path) -> bool:

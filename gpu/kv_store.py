@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
@@ -531,6 +532,10 @@ class HostMemory:
         self._cache, self._stream = cache, streams.current
         pinned = streams.pinned_for_good(num_slots * self.block_bytes)
         self.tensor = pinned.view(cache.dtype).view(num_slots, -1)  # [slots, numbers of a block]
+        # Without a device of its own there is nothing to stage: fresh pages for it take longer than the copy
+        self._bytes: NDArray[np.uint8] = self.tensor.view(torch.uint8).numpy()
+        is_host = cache.device.type == "cpu"
+        self._device_bytes = [one.view(torch.uint8).numpy() for one in cache.tensors] if is_host else None
 
     def copy(self, copies: BlockCopies) -> "CopyTicket":
         """Start copying out, then back, on the stream: after all work sent so far, before any sent later."""
@@ -549,11 +554,11 @@ class HostMemory:
         return min(took_s) / (2 * num_blocks)
 
     def read(self, slot: int) -> bytes:
-        return self.tensor[slot].view(torch.uint8).numpy().tobytes()
+        return self._bytes[slot : slot + 1].tobytes()
 
     def write(self, slot: int, content: bytes) -> None:
         """Fill a slot with what read() returned."""
-        self.tensor[slot].view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self._bytes[slot] = np.frombuffer(content, np.uint8).reshape(self._bytes.shape[1:])
 
     def _staged(self, pairs: dict[int, int]) -> Iterator[tuple[list[int], list[int]]]:
         """Keys and values of the pairs, as many at a time as may be staged."""
@@ -562,15 +567,35 @@ class HostMemory:
             yield keys[first : first + self._num_staged], values[first : first + self._num_staged]
 
     def _copy_out(self, blocks: list[int], slots: list[int]) -> None:
+        if self._device_bytes is not None:
+            for block, slot in zip(blocks, slots, strict=True):
+                for on_device, on_host in self._parts(self._device_bytes, block, slot):
+                    on_host[:] = on_device
+            return
         found = self._cache.read_blocks(self._on_device(blocks))  # [copies, numbers of a block]
         for i, slot in enumerate(slots):
             self.tensor[slot].copy_(found[i], non_blocking=True)
 
     def _copy_back(self, blocks: list[int], slots: list[int]) -> None:
+        if self._device_bytes is not None:
+            for block, slot in zip(blocks, slots, strict=True):
+                for on_device, on_host in self._parts(self._device_bytes, block, slot):
+                    on_device[:] = on_host
+            return
         found = self._cache.tensors[0].new_empty((len(slots), self.tensor.shape[1]))
         for i, slot in enumerate(slots):
             found[i].copy_(self.tensor[slot], non_blocking=True)
         self._cache.write_blocks(self._on_device(blocks), found)
+
+    def _parts(
+        self, tensors: list[NDArray[np.uint8]], block: int, slot: int
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Views of a block and of its slot, for each size of heads."""
+        first = 0
+        for tensor in tensors:
+            part = tensor[:, :, block]
+            yield part, self._bytes[slot, first : first + part.size].reshape(part.shape)
+            first += part.size
 
     def _on_device(self, blocks: list[int]) -> Tensor:
         return to_device(np.array(blocks), self._cache.device)

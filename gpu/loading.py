@@ -15,19 +15,19 @@ from core.drafts import DraftModel
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
-from gpu.blocks import why_no_blocks, why_not_in_place
+from gpu.blocks import FORMATS, INT4_FORMATS, why_no_blocks, why_not_in_place
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kv_cache import num_blocks_for
 from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, draft_room, mtp_bytes, plan_checkpoint
 from gpu.mtp import MtpDrafts, MtpModel, MtpRunner
-from gpu.operators import Operators
+from gpu.operators import Operators, not_deterministic
 from gpu.parallel.ranks import Ranks, Shard
-from gpu.quant import quantizing
+from gpu.quant import GROUP_SIZES, quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
-from gpu.tune import find_operators, timed_steps
+from gpu.tune import compile_first, find_operators, timed_steps, why_not_deterministic
 from gpu.weights import (
     MatrixForm,
     check_checkpoint,
@@ -131,9 +131,13 @@ def load_planned(
         ranks: None: this process computes the whole model.
     """
     choice, part = memory.device, config if shard is None else shard.config
+    if engine.deterministic and (why := why_not_deterministic(part, engine, choice)) is not None:
+        raise not_deterministic(why)
+    has_blocks = why_no_blocks(part, engine, choice.device, choice.dtype) is None
+    if ranks is None:
+        compile_first(part, choice, _multiplied_formats(checkpoint, engine) if has_blocks else set())
     operators = find(part, choice)  # compiles or loads kernels
-    operators.ranks = ranks
-    operators.has_blocks = why_no_blocks(part, engine, choice.device, choice.dtype) is None
+    operators.ranks, operators.has_blocks = ranks, has_blocks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         is_prequantized = prequantized_scheme(config, engine.quantize, choice.device) is not None
@@ -144,6 +148,13 @@ def load_planned(
         runner = ModelRunner(part, engine, memory, weights, operators)
     trim_heap()
     return runner
+
+
+def _multiplied_formats(checkpoint: Checkpoint, engine: EngineConfig) -> set[str]:
+    """Of most of the blocks that are multiplied."""
+    if engine.quantize is not None:
+        return {{"int8": "Q8_0", "int4": INT4_FORMATS[GROUP_SIZES[0]]}.get(engine.quantize, "")} & FORMATS.keys()
+    return {tensor.format for tensor in checkpoint.tensors.values()} & FORMATS.keys()
 
 
 def warm_up(runner: Runner[Ticket]) -> None:

@@ -18,7 +18,7 @@ from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layer_inputs import LayerInput, LayerStreams, MakeInputs, OuterStreams
 from gpu.layers import BesideExperts, Block, Experts, Latent, Mlp, Rope, WithSharedExpert, keep_largest, sigmoid
-from gpu.linear import Embed, Linear, make_linear
+from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
@@ -134,7 +134,7 @@ class Model:
         self.config = config
         self.norm = weights.norm  # [hidden]
         self.embed, self.lm_head = _ends(weights, self.operators) if ends is None else ends
-        self.score = None if weights.score is None else make_linear(weights.score, None)  # hidden -> scores
+        self.score = None if weights.score is None else operators.small(weights.score, None)  # hidden -> scores
         used = _ropes(config)
         self.ropes = [Rope(rope, head_dim, device) for rope, head_dim in used]
         self._inputs = self._streams = None
@@ -439,9 +439,9 @@ def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators, spars
             return operators.experts(config.experts, mlp, gated)
         shared = Mlp(operators.linear(mlp.shared_gate_up, None), operators.linear(mlp.shared_down, None), gated)
         if mlp.norms is not None:
-            beside = Experts(config.experts, mlp, gated, operators.linear)
+            beside = Experts(config.experts, mlp, gated, operators.router(config.experts, mlp), operators.linear)
             return BesideExperts(beside, shared, mlp.norms, operators.norm)
-        gate = None if mlp.shared_gate is None else make_linear(mlp.shared_gate, None)
+        gate = None if mlp.shared_gate is None else operators.small(mlp.shared_gate, None)
         return WithSharedExpert(operators.experts(config.experts, mlp, gated), shared, gate)
     gate_up = operators.linear(weights.mlp.gate_up, weights.mlp.gate_up_bias)
     return Mlp(gate_up, operators.linear(weights.mlp.down, weights.mlp.down_bias), gated)

@@ -19,6 +19,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Usage
 from server.adapters import Adapters
 from server.api.decoding import MAX_UNKNOWN_FIELDS
+from server.api.fields import RequestLimits
 from server.api.known_fields import Name
 from server.api.messages import ERRORS as ANTHROPIC_ERRORS
 from server.api.models import ServedModel, ServerCard
@@ -314,6 +315,7 @@ class App:
         self.batches: Batches | None = None
         self.live: Live | None = None
         self.offload: Offload = at_once
+        self.request_limits = RequestLimits()
 
     # What handlers ask.
 
@@ -465,16 +467,20 @@ class App:
         is_anthropics = exchange.request.header(b"anthropic-version") is not None
         if is_anthropics:
             exchange.errors = ANTHROPIC_ERRORS
-        route, exchange.argument = self.find_route(exchange.request.path, exchange.request.method)
+        try:
+            route, exchange.argument = self.find_route(exchange.request.path, exchange.request.method)
+            exchange.errors = ANTHROPIC_ERRORS if is_anthropics and route.errors is OPENAI_ERRORS else route.errors
+        finally:
+            if exchange.errors.id_header is not None:
+                exchange.stream.common_headers += ((exchange.errors.id_header, exchange.request_id.encode()),)
         exchange.asks_generation = route.needs_tokens
-        exchange.errors = ANTHROPIC_ERRORS if is_anthropics and route.errors is OPENAI_ERRORS else route.errors
         exchange.stream.common_headers += route.headers
-        if exchange.errors.id_header is not None:
-            exchange.stream.common_headers += ((exchange.errors.id_header, exchange.request_id.encode()),)
         if route.scope is not None and (self._metrics_need_key or route.scope is not Scope.METRICS):
             known = None if exchange.identify is None else exchange.identify()
             exchange.caller = known or await self.gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
+            if exchange.caller.key_id is None:  # a page would need to know nothing
+                self._cross_origin.check_page(exchange.request)
             if route.scope is Scope.ADMIN and exchange.caller == LOCAL_CALLER:
                 self._check_operator(exchange)
         if route.needs_model:

@@ -33,6 +33,8 @@ FILES = {  # by path
     "/dashboard/playground.js": "playground.js",
     "/dashboard/tenants.js": "tenants.js",
     "/dashboard/tour.js": "tour.js",
+    "/dashboard/uplot.css": "uplot.css",
+    "/dashboard/uplot.js": "uplot.js",
     "/docs": "docs.html",
     "/dashboard/docs.js": "docs.js",
 }

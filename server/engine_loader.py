@@ -171,12 +171,12 @@ def _load(
     path = model_path(config)
     report_stage("reading the model's files")
     files, model = _read_model(config, path)
+    if config.takes_adapters and isinstance(model, EncoderConfig):
+        cause, fix = "LoRA adapters are not for encoders", "leave --lora and --lora-dir out"
+        raise StartupError(cause, fix, ExitCode.CONFIGURATION)
     draft = None if config.draft is None else _read_draft(config, files, model)
     report_stage("importing torch")
     check_address_space()
-    from gpu.checkpoint import open_checkpoint, sampled_digest
-    from gpu.device import arithmetic_of
-    from gpu.encoder import EncoderRunner
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
@@ -200,8 +200,32 @@ def _load(
         draft_model=draft_model,
         stored=() if runner.offload is None else runner.offload.stored,
     )
-    memory = runner.memory
-    facts = EngineFacts(
+    facts = _facts(config, files, model, runner, has_mtp=draft_model is not None and draft_model.name == "mtp")
+    check = runner.followers.check if isinstance(runner, ParallelRunner) else None
+    idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
+    computing: Runner[Any] = runner
+    loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
+    read_adapter = runner.load_adapter if config.takes_adapters and isinstance(runner, ModelRunner) else None
+    adapters: tuple[tuple[str, str, Adapter], ...] = ()
+    if read_adapter is not None and config.loras:
+        report_stage("loading adapters")
+        adapters = tuple((one.name, one.path.resolve().name, read_adapter(one.path)) for one in config.loras)
+    return LoadedEngine(loaded, files, facts, scheduler.stats(), adapters, read_adapter)
+
+
+def _facts(
+    config: ServerConfig,
+    files: ModelFiles,
+    model: ModelConfig | EncoderConfig,
+    runner: "ModelRunner | ParallelRunner | EncoderRunner",
+    has_mtp: bool,
+) -> EngineFacts:
+    from gpu.checkpoint import open_checkpoint, sampled_digest
+    from gpu.device import arithmetic_of
+
+    memory, engine = runner.memory, config.to_engine_config()
+    packing = None if isinstance(model, EncoderConfig) else model.packing
+    return EngineFacts(
         model_name=served_name(config),
         is_demonstration=config.model is None,
         num_parameters=memory.num_parameters,
@@ -212,33 +236,12 @@ def _load(
         context_origin=config.context_origin,
         limits=runner.limits,
         tasks=tasks_of(files.pooling),
-        model_digest=sampled_digest(
-            open_checkpoint(files.path, None if isinstance(model, EncoderConfig) else model.packing)
-        ),
-        settings=(
-            arithmetic_of(memory.device.device),
-            *(getattr(engine, name) for name in CHANGE_TOKENS),
-        ),
+        model_digest=sampled_digest(open_checkpoint(files.path, packing)),
+        settings=(arithmetic_of(memory.device.device), *(getattr(engine, name) for name in CHANGE_TOKENS)),
         weights_bytes=memory.weights_bytes,
         quantization=_quantization_of(model, config, memory.device),
-        has_mtp=draft_model is not None and draft_model.name == "mtp",
+        has_mtp=has_mtp,
     )
-    check = runner.followers.check if isinstance(runner, ParallelRunner) else None
-    idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
-    if config.takes_adapters and isinstance(runner, EncoderRunner):
-        raise StartupError(
-            "LoRA adapters are not for encoders", "leave --lora and --lora-dir out", ExitCode.CONFIGURATION
-        )
-    computing: Runner[Any] = runner
-    loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
-    adapters: tuple[tuple[str, str, Adapter], ...] = ()
-    read_adapter: Callable[[Path], Adapter] | None = None
-    if config.takes_adapters and not isinstance(runner, ParallelRunner | EncoderRunner):
-        read_adapter = runner.load_adapter
-        if config.loras:
-            report_stage("loading adapters")
-        adapters = tuple((one.name, one.path.resolve().name, read_adapter(one.path)) for one in config.loras)
-    return LoadedEngine(loaded, files, facts, scheduler.stats(), adapters, read_adapter)
 
 
 def _load_runner(
@@ -424,7 +427,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     from gpu.memory_plan import estimate, mtp_bytes
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
-    from gpu.tune import describe_attention, describe_graphs, describe_matmuls
+    from gpu.tune import describe_attention, describe_graphs, describe_matmuls, why_not_deterministic
     from gpu.weights import heads_left_out
 
     files, model = _read_model(config, model_path(config, fetches=False))
@@ -462,7 +465,10 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "host memory": offload if plan.offload_bytes else None,
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
-        "matmuls": describe_matmuls(part, plan.device),
+        "matmuls": describe_matmuls(part, plan.device, engine),
+        "deterministic": (why_not_deterministic(part, engine, plan.device) or "promised, and checked at start")
+        if engine.deterministic
+        else None,
         "states": _shown_states(plan) if part.recurrence is not None else None,
         "drafts": _shown_drafts(config, plan, head_bytes, heads_left_out(checkpoint, plan.model, head_bytes > 0)),
         "draft model": None if config.draft is None else f"{format_size(draft_bytes)} with its KV cache",

@@ -428,20 +428,25 @@ class Generation:
         self._timer.arm()
 
     def _settle(self) -> None:
+        if self._entry is not None and (turn := self._turn) is not None:
+            self._entry.compose = lambda: turn.end(self._last)
         self._settle_ledger()
         if self._entry is None:
             self._on(Event.SETTLED)
 
-    def _complete(self) -> None:
-        """End the answer: all its text is written, and it is settled."""
-        self._timings.enter(Stage.LAST_FLUSH, self._clock())
+    @cached_property
+    def _last(self) -> bytes:
+        """What ends the answer, once all its text is written."""
         extras = {} if self._allowance is None else self._allowance.extras
         if self._prepared.call.tokens.tells_sampled:
             told = {"prompt_digest": digest_of(self._prepared.prompts), "token_ids": self._token_ids}
             extras = extras | {"timings": told}
-        last = self._output.complete(total_usage(self._usages), extras)
-        if self._turn is not None:
-            self._turn.end(last)
+        return self._output.compose(total_usage(self._usages), extras)
+
+    def _complete(self) -> None:
+        """End the answer: all its text is written, and it is settled."""
+        self._timings.enter(Stage.LAST_FLUSH, self._clock())
+        self._output.complete(total_usage(self._usages), self._last)
         self._stream.call_once_written(self._timings.finish)
         self._end_task()
 
@@ -471,6 +476,8 @@ class Generation:
         self._timer.cancel()
         if self._allowance is not None:
             self._allowance.close()
+        if self._entry is not None:
+            self._entry.compose = None
         if self.state is State.DONE:  # it waited for the ledger alone: correct the row that is being written
             if self._entry is not None and self._is_written:
                 self._entry.retell(self._end())

@@ -15,6 +15,7 @@ from core.errors import ErrorKind, ServiceError
 from server import __version__
 from server.api import messages, ollama
 from server.api.decoding import BUILDING, FUNCTION_KIND
+from server.api.fields import LIMIT, RequestLimits
 from server.api.known_fields import Does, Name, rules_of
 from server.api.replies import EVENTS
 from server.app import Operation, Route
@@ -31,6 +32,7 @@ _CREDENTIALS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+_BOUNDS = {"integer": "maximum", "array": "maxItems", "object": "maxProperties"}
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _ALWAYS = (ErrorKind.INVALID_REQUEST, ErrorKind.RATE_LIMITED, ErrorKind.ENGINE, ErrorKind.UNAVAILABLE)
 _OF_CALLERS = (ErrorKind.AUTHENTICATION, ErrorKind.PERMISSION, ErrorKind.NOT_FOUND, ErrorKind.CONFLICT)
@@ -38,7 +40,7 @@ _OF_BODIES = (ErrorKind.REQUEST_TIMEOUT, ErrorKind.BODY_TOO_LARGE, ErrorKind.UNS
 _OF_WORK = (ErrorKind.CANCELLED, ErrorKind.UPSTREAM, ErrorKind.DEADLINE_EXCEEDED, ErrorKind.KEY_REUSED)
 
 
-def document(routes: Routes, prefixes: Routes) -> bytes:
+def document(routes: Routes, prefixes: Routes, limits: RequestLimits) -> bytes:
     """The document, as JSON. A path that has the route of an earlier one is another name of it."""
     told = list(_told(routes, prefixes))
     types = list(dict.fromkeys(one for _, _, route, operation in told for one in _types_of(route, operation)))
@@ -47,6 +49,7 @@ def document(routes: Routes, prefixes: Routes) -> bytes:
     by_type = dict(zip(types, schemas, strict=True))
     for one in components.values():
         one.get("properties", {}).pop("(sent as)", None)
+        _bound(one, limits)
     for body, surface in {one.body: one.surface for *_, one in told if one.surface and one.body in by_type}.items():
         schema = components[by_type[body]["$ref"].rpartition("/")[2]]
         schema |= _known(surface)
@@ -66,6 +69,16 @@ def document(routes: Routes, prefixes: Routes) -> bytes:
             "components": {"schemas": components, "securitySchemes": _CREDENTIALS},
         }
     )
+
+
+def _bound(schema: Any, limits: RequestLimits) -> None:
+    """Give values that a setting bounds their bound, in place."""
+    if isinstance(schema, dict):
+        if (name := schema.pop(LIMIT, None)) is not None:
+            schema[_BOUNDS[schema["type"]]] = getattr(limits, name)
+        schema = list(schema.values())
+    for inner in schema if isinstance(schema, list) else ():
+        _bound(inner, limits)
 
 
 def _told(routes: Routes, prefixes: Routes) -> Iterator[tuple[str, str, Route, Operation]]:

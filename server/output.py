@@ -44,17 +44,23 @@ class StreamedOutput:
         if not self._stream.is_blocked and self._media_type == EVENTS:
             self._opened().send(line)
 
-    def complete(self, usage: Usage, extras: Extras) -> bytes:
-        """Returns the last events."""
-        last = self._reply.end(usage, self._with_extras(extras))
+    def compose(self, usage: Usage, extras: Extras) -> bytes:
+        """The last events."""
+        self._opened()
+        return self._reply.end(usage, self._with_extras(extras))
+
+    def complete(self, usage: Usage, last: bytes) -> None:
+        """
+        Args:
+            last: that compose() has made.
+        """
         self._opened().send(last)
         if not self._stream.takes_trailers:
             self._stream.end()
-            return last
+            return
         counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
         shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
         self._stream.end(((b"server-timing", self._timings.server_timing()), (b"steploop-usage", shown)))
-        return last
 
     def break_off(self, error: ServiceError) -> None:
         """Write the error as the last event, if the head is already out; otherwise it becomes the answer."""
@@ -103,11 +109,12 @@ class WholeOutput:
     def comment(self, line: bytes) -> None:
         """A document has none."""
 
-    def complete(self, usage: Usage, extras: Extras) -> bytes:
-        """Returns the document."""
-        body = self._reply.end(usage, self._with_extras(extras))
-        self._stream.send_document(200, body, answer_headers(self._timings))
-        return body
+    def compose(self, usage: Usage, extras: Extras) -> bytes:
+        """The document."""
+        return self._reply.end(usage, self._with_extras(extras))
+
+    def complete(self, usage: Usage, last: bytes) -> None:
+        self._stream.send_document(200, last, answer_headers(self._timings))
 
     def break_off(self, error: ServiceError) -> None:
         """Nothing has been sent: the error becomes the answer."""
@@ -135,7 +142,7 @@ class BestOutput(WholeOutput):
     def text_writer(self, choice: int) -> TextWriter:
         return self._pieces[choice].append
 
-    def complete(self, usage: Usage, extras: Extras) -> bytes:
+    def compose(self, usage: Usage, extras: Extras) -> bytes:
         call = self._call
         for prompt in range(len(call.prompts)):
             pieces = self._pieces[prompt * call.num_computed : (prompt + 1) * call.num_computed]
@@ -148,7 +155,7 @@ class BestOutput(WholeOutput):
                         self._reply.texts[choice].append(piece)
                     else:
                         self._reply.add(choice, piece)
-        return super().complete(usage, extras)
+        return super().compose(usage, extras)
 
 
 def _mean_logprob(pieces: list[str | Delta]) -> float:

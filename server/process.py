@@ -43,7 +43,7 @@ from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
 from server.ledger.ledger import MAX_SPILLED, Ledger
 from server.ledger.responses import Responses
-from server.ledger.store import MICRO
+from server.ledger.store import MICRO, Keep
 from server.ledger.usage import ANY_MODEL
 from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
@@ -60,7 +60,7 @@ from server.own_processes import Processes, home_of_sockets
 from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
-from server.upstream.pool import Pool, tls_towards
+from server.upstream.pool import Pool, access_to
 from server.upstream.settings import ModelSettings, refuse_same_names
 from server.wire.tls import ServerTls, server_tls
 
@@ -75,6 +75,7 @@ GC_THRESHOLDS = (5_000, 5, 20_000)
 FAREWELL_S = 2.0  # for clients to take the last error events
 HURRIED_FAREWELL_S = 1.0  # likewise, after a second signal
 ENGINE_STOP_S = 10.0  # for the running step to end
+PREPARE_AFTER_S = 3.0  # what tries grammars out starts then: the first requests have the processor to themselves
 
 
 class Server:
@@ -111,12 +112,10 @@ class Server:
         self._files = ThreadPoolExecutor(1, "files")
         self._ledger, used, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
-        self._metrics.standing = self._standing
         self._recorder: Recorder | None = None
         if config.record is not None:
             bounds = config.record_size_bytes, config.record_keep_s
             self._recorder = Recorder(config.record, config.record_bodies, *bounds, self._clock.unix)
-        self._metrics.recorder = self._recorder
         self._gate = Gate(config, self._clock, used)
         self._app = App(
             find_route,
@@ -128,39 +127,26 @@ class Server:
             CrossOrigin(config.cors_origins),
             metrics_need_key=not config.metrics_without_key,
         )
+        self._app.request_limits = config.request_limits
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
-        if self._tracing is not None:
-            self._app.accounting.export = self._tracing.put
         self._local = (
             LocalModels(config, Processes(home_of_sockets(), self._loop), self._loop) if config.own_models else None
         )
-        if config.files is not None:
-            self._app.batches = self._open_batches(config.files)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
-        self._app.listener = self.listener
-        self._app.drain = self._drain
-        self._app.local_models = self._local
-        self._app.offload = self._offload
-        self._metrics.budgets = self._gate.quotas.budgets
-        self._metrics.local_models = lambda: {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
         self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
-        self._live = self._app.live = live_of(self._app, self._loop, config.deadlines)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
+        self._preparing: asyncio.TimerHandle | None = None  # what tries grammars out
         self._token_counters = {
             one.name: self._token_counter(one) for one in config.models if one.tokenizer is not None
         }
-        self._upstream_pools = [Pool(one, self._loop) for one in config.models if one.path is None]
+        self._upstream_pools = [Pool(one, self._loop, access_to(one)) for one in config.models if one.path is None]
         self._left_pools: list[Pool] = []  # of models that the list no longer has, until their requests have ended
         self._relays: dict[Pool, Relay] = {}
-        self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
-        self._metrics.upstreams = lambda: {
-            f"{pool.settings.name} {one.place}": one for pool in self._pools for one in pool.upstreams
-        }
         self._relaying: asyncio.Task[None] | None = None  # where no engine is loaded: until upstreams have been asked
         self._client: EngineClient | None = None  # once the engine is loaded
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -168,6 +154,37 @@ class Server:
         self._failure: BaseException | None = None  # the engine's
         self._served: set[str] = set()  # names of models, once they are
         self._had_terminal = False
+        self._wire_metrics()
+        self._wire_app()
+        self._live = self._app.live = live_of(self._app, self._loop, config.deadlines)
+
+    def _wire_metrics(self) -> None:
+        """What they read when they are asked for."""
+        metrics = self._metrics
+        metrics.standing = self._standing
+        metrics.recorder = self._recorder
+        metrics.budgets = self._gate.quotas.budgets
+        metrics.local_models = lambda: {} if self._local is None else self._local.models
+        metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
+        metrics.upstreams = lambda: {
+            f"{pool.settings.name} {one.place}": one for pool in self._pools for one in pool.upstreams
+        }
+
+    def _wire_app(self) -> None:
+        """What its routes reach.
+
+        Raises:
+            StartupError: the directory of files cannot be used.
+        """
+        app = self._app
+        app.listener = self.listener
+        app.drain = self._drain
+        app.local_models = self._local
+        app.offload = self._offload
+        if self._tracing is not None:
+            app.accounting.export = self._tracing.put
+        if self._config.files is not None:
+            app.batches = self._open_batches(self._config.files)
 
     # Start.
 
@@ -278,14 +295,15 @@ class Server:
         config = self._config
         stores = config.store_responses_s is not None
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases, stores)
-        if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
-            reader.turns = None
+        if reader.turns is not None:
+            reader.turns.keeps_answers = not config.deterministic
         reader.records = self._recorder is not None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         own = OwnBackend(reader, client, self._admission(lambda: client.stats))
         self._name_models(own)
         self._serve(own, loaded.facts)
-        self._compiling.submit(reader.make_compiler().prepare)
+        prepare = reader.make_compiler().prepare
+        self._preparing = self._loop.call_later(PREPARE_AFTER_S, lambda: self._compiling.submit(prepare))
         if loaded.read_adapter is not None:
             given = config.max_loras, config.lora_dir, self._clock
             self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
@@ -570,14 +588,14 @@ class Server:
         Raises:
             StartupError: a file that the list names cannot be used: nothing has changed.
         """
-        for one in models:
-            one.api_key()
-            tls_towards(one)
+        accesses = [access_to(one) for one in models]
         known = {one.settings.name: one for one in self._upstream_pools if any(map(one.can_take, models))}
-        pools = [known.get(one.name) or Pool(one, self._loop) for one in models]
-        for pool, settings in zip(pools, models, strict=True):
-            pool.take(settings)
+        pools = list[Pool]()
+        for settings, access in zip(models, accesses, strict=True):
+            pool = known.get(settings.name) or Pool(settings, self._loop, access)
+            pool.take(settings, access)
             pool.start()
+            pools.append(pool)
         gone = [one for one in self._upstream_pools if one not in pools]
         for pool in gone:
             pool.leave()
@@ -635,6 +653,8 @@ class Server:
             self._agent.close()
         if self._relaying is not None:
             self._relaying.cancel()
+        if self._preparing is not None:
+            self._preparing.cancel()
         self._compiling.shutdown(wait=False, cancel_futures=True)
         for pool in (*self._pools, *self._left_pools):
             await pool.close()
@@ -780,4 +800,6 @@ def opened(
     assert config.ledger is not None
     kept_s = config.ledger_keep_s, config.store_responses_s or 0.0
     ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, *kept_s)
-    return OpenLedger(ledger, used, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))
+    return OpenLedger(
+        ledger, used, Idempotency(clock.unix, answers, lambda answer: ledger.write(Keep(answer)), ledger.forget)
+    )

@@ -39,6 +39,7 @@ from server.api.fields import (
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
+    MixedPrompt,
     PairPrompt,
     Prompt,
     TextPrompt,
@@ -49,7 +50,7 @@ from server.api.replies import ReplyContext, Surface
 from server.api.tools import call_constraint
 from server.gate.identity import Caller
 from server.gate.tenants import ANY_TIME, Tenant
-from server.gate.text_rules import rule_book
+from server.gate.text_rules import RuleBook, rule_book
 from server.observing.timing import Stage, StageMarks
 
 # Qwen3-Reranker's, as its model card has them: around a pair, and what counts as an answer
@@ -145,7 +146,7 @@ class PromptReader:
         Raises:
             ServiceError: the body is invalid, or asks for something that the tenant or the model does not allow.
         """
-
+        marks.enter(Stage.VALIDATE)
         cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
 
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
@@ -153,31 +154,14 @@ class PromptReader:
             check_task(found, surface.does)
             return found.id, self.defaults
 
-        marks.enter(Stage.VALIDATE)
         call = self._seeded(self._held(surface.parse(body, defaults_of)))
         num, name = len(call.prompts), call.prompts_param
         prompts = [(prompt, _param(prompt, i, num, name)) for i, prompt in enumerate(call.prompts)]
-        rules = rule_book(tenant.text_rules)
-        if rules.on_answer and (param := call.tokens.param) is not None:
-            message = f"{param} would show text that the operator's text rules may hold back. Leave it out."
-            raise InvalidRequest(message, param, "unsupported_parameter")
-        if rules.on_prompt or (call.echo and rules.on_answer):
-            for prompt, param in prompts:
-                rules.check_prompt(self._texts_of(prompt), param, is_echoed=call.echo)
-        if call.num_computed > self.max_sequences:
-            param = (
-                "n" if call.num_computed == call.num_sequences else "best_of" if call.beams is None else "beam_width"
-            )
-            raise InvalidRequest(f"{param} must be at most {self.max_sequences} on this server.", param)
-        if call.is_stream and (call.beams is not None or call.num_computed > call.num_sequences):
-            param = "best_of" if call.beams is None else "beam_width"
-            raise InvalidRequest(f"{param} cannot stream: the best answers are known at their end.", "stream")
-        if call.beams is not None:
-            _check_beams(call)
+        self._check_rules(call, prompts, rule_book(tenant.text_rules))
+        _check_sequences(call, self.max_sequences)
         domain = tenant.cache_salt_domain, call.cache_salt
         poolings: tuple[Pooling, ...] = ()
-        compute = partial(self._computed, marks=marks, domain=domain)
-        wishes, context = call.context or ContextWishes(type=tenant.context_policy), None
+        context = None
         if call.pooling is not None:
             marks.enter(Stage.TOKENIZE)
             made, pooling = [self._encode_pooled(*one, call) for one in prompts], call.pooling.pooling
@@ -185,29 +169,70 @@ class PromptReader:
             poolings = tuple(
                 msgspec.structs.replace(pooling, second_from=second) if second else pooling for _, second in made
             )
-        elif wishes == ContextWishes():
-            computed = [compute(*one) for one in prompts]
         else:
-            fitted = [self._fitted(*one, wishes, call.sampling.max_tokens, compute) for one in prompts]
-            computed = [one for one, _ in fitted]
-            dropped = [
-                {"prompt": i} | one if len(fitted) > 1 else one for i, (_, some) in enumerate(fitted) for one in some
-            ]
-            num_kept = sum(len(ids) for _, ids in computed)
-            context = {"policy": wishes.type, "dropped": dropped, "kept_tokens": num_kept}
-        texts, ids = [text for text, _ in computed], [ids for _, ids in computed]
+            computed, context = self._fit(call, prompts, tenant, partial(self._computed, marks=marks, domain=domain))
         marks.enter(Stage.OFFLOAD)
-        call = _with_thought_start(call, texts[0])
-        remember = None
-        if self.turns is not None and texts[0] is not None:
-            may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
-            num_unshown = None if call.tools is None else partial(_num_unshown, call)
-            begun = Begun(domain, texts[0], np.array(ids[0], np.int32), may_think, num_unshown)
-            remember = partial(self.turns.add, begun)
-        adapter, sampling = find_model(cards, call.model).adapter, call.sampling
-        breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
-        table, predicted = self._table_of(call), self._predicted(call)
-        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, poolings, context)
+        ids, text = [ids for _, ids in computed], computed[0][0]
+        call = _with_thought_start(call, text)
+        return Prepared(
+            call,
+            ids,
+            self._table_of(call),
+            prediction_ids=self._predicted(call),
+            remember=None if text is None else self._rememberer(call, text, ids[0], domain),
+            adapter=find_model(cards, call.model).adapter,
+            breakers=self._breakers(call.sampling),
+            poolings=poolings,
+            context=context,
+        )
+
+    def _check_rules(self, call: GenerationCall, prompts: Sequence[tuple[Prompt, str]], rules: RuleBook) -> None:
+        """
+        Args:
+            prompts: each with its field of the request.
+
+        Raises:
+            ServiceError: a prompt breaks the tenant's text rules, or the call asks for tokens that would get round
+                them.
+        """
+        if rules.on_answer and (param := call.tokens.param) is not None:
+            message = f"{param} would show text that the operator's text rules may hold back. Leave it out."
+            raise InvalidRequest(message, param, "unsupported_parameter")
+        if rules.on_prompt or (call.echo and rules.on_answer):
+            for prompt, param in prompts:
+                rules.check_prompt(self._texts_of(prompt), param, is_echoed=call.echo)
+
+    def _fit(
+        self,
+        call: GenerationCall,
+        prompts: Sequence[tuple[Prompt, str]],
+        tenant: Tenant,
+        compute: Callable[[Prompt, str], Computed],
+    ) -> tuple[list[Computed], dict[str, Any] | None]:
+        """Compute the prompts, by the context policy of the call or tenant; and what that left out, if there is one."""
+        wishes = call.context or ContextWishes(type=tenant.context_policy)
+        if wishes == ContextWishes():
+            return [compute(*one) for one in prompts], None
+        fitted = [self._fitted(*one, wishes, call.sampling.max_tokens, compute) for one in prompts]
+        dropped = [
+            {"prompt": i} | one if len(fitted) > 1 else one for i, (_, some) in enumerate(fitted) for one in some
+        ]
+        computed = [one for one, _ in fitted]
+        num_kept = sum(len(ids) for _, ids in computed)
+        return computed, {"policy": wishes.type, "dropped": dropped, "kept_tokens": num_kept}
+
+    def _rememberer(
+        self, call: GenerationCall, text: str, ids: tuple[int, ...], domain: Domain
+    ) -> Callable[[Sequence[int], str], None] | None:
+        """As Prepared.remember, of a chat."""
+        if self.turns is None or not self.turns.keeps_answers:
+            return None
+        may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
+        num_unshown = None if call.tools is None else partial(_num_unshown, call)
+        return partial(self.turns.add, Begun(domain, text, np.array(ids, np.int32), may_think, num_unshown))
+
+    def _breakers(self, sampling: SamplingParams) -> Breakers | None:
+        return self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
 
     def count(self, call: GenerationCall, tenant: Tenant) -> int:
         """The tokens of the prompts that the call would compute; of prompts that no policy makes fit, all.
@@ -341,6 +366,13 @@ class PromptReader:
             return prompt.ids
         if isinstance(prompt, PairPrompt):
             return self._encode_pair(prompt, param)[0]
+        if isinstance(prompt, MixedPrompt):
+            self._check_length("".join(part for part in prompt.parts if isinstance(part, str)), param)
+            each = (
+                self.tokenizer.encode(part, add_special_tokens=i == 0) if isinstance(part, str) else part
+                for i, part in enumerate(prompt.parts)
+            )
+            return tuple(chain.from_iterable(each))
         if isinstance(prompt, TextPrompt):
             self._check_length("".join([prompt.text, prompt.suffix or "", *chain(*prompt.extra)]), param)
             if prompt.suffix is not None:
@@ -488,7 +520,7 @@ class PromptReader:
             return [prompt.first, prompt.second, prompt.instruction or ""]
         if isinstance(prompt, TextPrompt):
             return [prompt.text, *([prompt.suffix] if prompt.suffix else ()), *chain(*prompt.extra)]
-        return [self.tokenizer.decode(prompt.ids)]
+        return [self.tokenizer.decode(self.encode(prompt))]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
         """The engine's requests, one for each prompt.
@@ -609,6 +641,23 @@ class PromptReader:
         )
 
 
+def _check_sequences(call: GenerationCall, most: int) -> None:
+    """
+    Raises:
+        InvalidRequest: more sequences than run at once; or answers that are chosen at their end, in a way that does not
+            go with that.
+    """
+    is_search = call.beams is not None
+    chosen = "beam_width" if is_search else "best_of"
+    if call.num_computed > most:
+        param = "n" if call.num_computed == call.num_sequences else chosen
+        raise InvalidRequest(f"{param} must be at most {most} on this server.", param)
+    if call.is_stream and (is_search or call.num_computed > call.num_sequences):
+        raise InvalidRequest(f"{chosen} cannot stream: the best answers are known at their end.", "stream")
+    if is_search:
+        _check_beams(call)
+
+
 def _check_beams(call: GenerationCall) -> None:
     """
     Raises:
@@ -693,7 +742,7 @@ def check_task(model: ServedModel, asked: str) -> None:
     makes = {"generate": "generates text", "embed": "makes embeddings", "score": "scores texts by a query"}[is_given]
     paths = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
     message = f"The model {model.id!r} {makes}, and nothing else. Ask it on {paths[is_given]}, or name another model"
-    if asked == "embed" and is_given == "generate":
+    if is_given == "generate":
         message += "; its operator can let it pool its hidden states: --pooling last, or mean"
     raise InvalidRequest(f"{message}.", "model", "unsupported_model")
 

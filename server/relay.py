@@ -26,7 +26,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, FinishReason, SamplingParams, Usage
 from server.api import ollama
 from server.api.decoding import convert, parse_object
-from server.api.fields import GenerationCall, MaxTokens, RequestLimits
+from server.api.fields import GenerationCall, MaxTokens, RequestLimits, TokenWishes
 from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
 from server.backend import CountTokens
@@ -39,9 +39,21 @@ from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
-from server.relayed import BYTES_PER_TOKEN, PASSAGES, Part, Passage, RelayedDelta, UpstreamAnswer, passed, refusal_of
+from server.relayed import (
+    BYTES_PER_TOKEN,
+    MANY_TOKENS,
+    PASSAGES,
+    Bounds,
+    Part,
+    Passage,
+    RelayedDelta,
+    RelayedSequence,
+    UpstreamAnswer,
+    passed,
+    refusal_of,
+)
 from server.upstream.connection import Connection
-from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, UpstreamFault
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
 from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
@@ -52,11 +64,11 @@ MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
 TELL_S, TELL_AFTER_S = 1.0, 0.01  # what a cancelled request has used, by its upstream: it is asked ever more seldom
 LINGER_S = 0.5  # after the last event, for the answer's end, whatever else comes
-MANY_TOKENS = 2**31  # where a request sets no bound
-UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
 MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
+LEAST_PIECE_BYTES = 16  # of an answer, beyond MORE_EVENTS of them
 EMPTY_A_SECOND = 16  # of them that pass nothing on yet, where a request sets no bound: news of a queue are 10
 ASK_S = 60.0  # for an answer that no generation writes
+Salts = tuple[str | None, str | None]  # for upstreams of our own, which know no tenants; for others
 # As templates order them, and as /infill puts them before its prompt
 PROMPT_FIELDS = (
     *("tools", "system", "instructions", "messages"),
@@ -97,8 +109,7 @@ class Passed:
     prompt: LeadingBlocks
     num_prompts: int
     num_computed: int  # answers
-    tenant_salt: str | None  # for upstreams of our own
-    asked_salt: str | None  # for others
+    salts: Salts  # of what its prompt shares
     keep_alive_s: float | None  # as Ollama's clients ask
     shown_fields: list[str] | None  # of /infill, cut out here: the rest tells what was used
     prompts: tuple[tuple[int, ...], ...] = ()
@@ -199,12 +210,11 @@ class Relay:
         if passage is None or (passage.is_parts and not settings.trusted):
             paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_parts)
             raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
-        is_lines = passage.form == "lines"
-        if is_lines:
-            is_chat = surface is ollama.CHAT
-            if all(fields.get(name) in (None, "", []) for name in (("messages",) if is_chat else ("prompt", "suffix"))):
-                name = (asked.model or settings.name).removesuffix(ollama.LATEST)
-                raise ollama.NothingAsked(name, is_chat, asked.keep_alive)
+        is_lines, is_chat = passage.form == "lines", surface is ollama.CHAT
+        needed = ("messages",) if is_chat else ("prompt", "suffix")
+        if is_lines and all(fields.get(name) in (None, "", []) for name in needed):
+            name = (asked.model or settings.name).removesuffix(ollama.LATEST)
+            raise ollama.NothingAsked(name, is_chat, asked.keep_alive)
         texts, num_tokens = _checked_prompt(fields, tenant)
         call, num_prompts, num_computed = self._call(asked, fields, passage, tenant)
         shown_fields = fields.pop("response_fields", None) if passage.form == "parts" and not call.is_stream else None
@@ -215,8 +225,8 @@ class Relay:
         if asked.priority is not None:
             fields["priority"] = tenant.priority_of(asked.priority)
         fields.pop("resumable", None)  # this server keeps the stream
-        salt = _salt_of(tenant, asked.cache_salt)
-        _address_to(settings, fields, salt, asked.cache_salt)
+        salts = _salts_of(tenant, asked.cache_salt)
+        _address_to(settings, fields, salts)
         marks.enter(Stage.OFFLOAD)
         domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
         if asked.model in settings.adapters:
@@ -228,8 +238,7 @@ class Relay:
             prompt=self._counted(surface, body, domain, marks) or leading_blocks(domain, texts, num_tokens),
             num_prompts=num_prompts,
             num_computed=num_computed,
-            tenant_salt=salt,
-            asked_salt=asked.cache_salt,
+            salts=salts,
             keep_alive_s=keep_alive_asked(asked.keep_alive) if is_lines else None,
             shown_fields=shown_fields,
         )
@@ -256,14 +265,15 @@ class Relay:
             if num > most:
                 raise InvalidRequest(f"{param} asks for {num}, and at most {most} are allowed.", param)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
-        name, is_stream, is_lines = asked.model or self.pool.settings.name, bool(asked.stream), passage.form == "lines"
+        name, is_stream, form = asked.model or self.pool.settings.name, bool(asked.stream), passage.form
         if passage.is_parts:
-            num_predict = (asked.options or {}).get("num_predict") if is_lines else fields.get("n_predict")
+            num_predict = (asked.options or {}).get("num_predict") if form == "lines" else fields.get("n_predict")
             max_tokens = num_predict if isinstance(num_predict, int) and num_predict > 0 else max_tokens
-        if is_lines:
-            name, is_stream = name.removesuffix(ollama.LATEST), asked.stream is not False
-        if passage.form == "document":
-            name, is_stream, max_tokens = name.removesuffix(ollama.LATEST), False, 0
+        if form in ("lines", "document"):
+            name, is_stream = name.removesuffix(ollama.LATEST), form == "lines" and asked.stream is not False
+        if form == "document":
+            max_tokens = 0
+        options = asked.stream_options or {}
         call = GenerationCall(
             model=name,
             prompts=(),
@@ -273,7 +283,8 @@ class Relay:
             deadlines=ANY_TIME if asked.deadlines is None else ANY_TIME.replaced_by(asked.deadlines),
             is_stream=is_stream,
             tells_queue=isinstance(asked.timings, dict) and asked.timings.get("queue") is True,
-            includes_usage=bool((asked.stream_options or {}).get("include_usage")),
+            includes_usage=bool(options.get("include_usage")),
+            tokens=TokenWishes(counts_usage=bool(options.get("continuous_usage_stats"))),
             is_resumable=bool(asked.resumable),
             echo=bool(fields.get("echo")),
         )
@@ -282,18 +293,19 @@ class Relay:
     def requests_of(self, prepared: Passed, request_id: str, arrived_s: float, caller: Caller) -> list[RelayDemand]:
         call, tenant = prepared.call, caller.tenant
         asked_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
-        demand = RelayDemand(
-            request_id=request_id,
-            passed=prepared,
-            num_prompt_tokens=prepared.prompt.num_tokens,
-            max_tokens=call.sampling.max_tokens,
-            num_sequences=call.num_sequences,
-            tenant=caller.sharing_name,
-            share=tenant.share,
-            priority=caller.priority_of(call.priority),
-            deadline_s=arrived_s + asked_s if asked_s < float("inf") else None,
-        )
-        return [demand]
+        return [
+            RelayDemand(
+                request_id=request_id,
+                passed=prepared,
+                num_prompt_tokens=prepared.prompt.num_tokens,
+                max_tokens=call.sampling.max_tokens,
+                num_sequences=call.num_sequences,
+                tenant=caller.sharing_name,
+                share=tenant.share,
+                priority=caller.priority_of(call.priority),
+                deadline_s=arrived_s + asked_s if asked_s < float("inf") else None,
+            )
+        ]
 
     def reply_context(self, prepared: Passed, request_id: str) -> ReplyContext:
         unix = self.clock.unix
@@ -331,7 +343,7 @@ class Relay:
             fields = parse_object(body)
             asked = str(fields.get("model") or pool.settings.name)
             names = pool.settings.name_there(asked), asked
-            _address_to(pool.settings, fields, _salt_of(tenant, fields.get("cache_salt")), fields.get("cache_salt"))
+            _address_to(pool.settings, fields, _salts_of(tenant, fields.get("cache_salt")))
             body = sse.json_line(fields)
         slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
         try:
@@ -343,7 +355,6 @@ class Relay:
         except TimeoutError as error:
             raise pool.error_of(UpstreamFault(f"it has not answered in {ASK_S:g} s")) from error
         finally:
-            slot.granted.cancel()
             slot.leave()
         if head.status != 200:
             raise refusal_of(head.status, answer, head, names)
@@ -372,11 +383,10 @@ def _checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], 
     return all_texts, max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
 
 
-def _salt_of(tenant: Tenant, asked: Any) -> str | None:
-    """For upstreams of our own, which know no tenants."""
+def _salts_of(tenant: Tenant, asked: Any) -> Salts:
     if tenant.name == LOCAL_NAME:
-        return None
-    return sha256(f"{tenant.cache_salt_domain}\0{asked or ''}".encode("utf-8", "replace")).hexdigest()
+        return asked, asked
+    return sha256(f"{tenant.cache_salt_domain}\0{asked or ''}".encode("utf-8", "replace")).hexdigest(), asked
 
 
 def keep_alive_asked(value: str | float | None) -> float | None:
@@ -387,14 +397,11 @@ def keep_alive_asked(value: str | float | None) -> float | None:
         raise InvalidRequest(f"{error}.", "keep_alive") from error
 
 
-def _address_to(
-    settings: ModelSettings, fields: dict[str, Any], tenant_salt: str | None, asked_salt: str | None
-) -> None:
+def _address_to(settings: ModelSettings, fields: dict[str, Any], salts: Salts) -> None:
     """What an upstream of these settings gets in place of what the client has sent."""
     fields["model"] = settings.name_there(fields.get("model"))
-    salt = tenant_salt if settings.trusted and tenant_salt is not None else asked_salt
     fields.pop("cache_salt", None)
-    if salt is not None:
+    if (salt := salts[0 if settings.trusted else 1]) is not None:
         fields["cache_salt"] = salt
 
 
@@ -410,20 +417,13 @@ def _leaves(value: Any) -> Iterator[str | int]:
 # On its way.
 
 
-@dataclass(slots=True, eq=False)
-class RelayedSequence:
-    """One choice, as it passes: `SequenceTimes`."""
+class _Record(msgspec.Struct):
+    """Of /v1/requests/ID, at a server of our own."""
 
-    choice: int
-    mark: int
-    num_tokens: int = 0
-    is_finished: bool = False
-    last_s: float = NOT_YET
-    discounted_s: float = NOT_YET
-
-    @property
-    def waits_since_s(self) -> float:
-        return max(self.last_s, self.discounted_s)
+    state: str = ""
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    num_cached_tokens: int | None = None
 
 
 class RelayHandle:
@@ -442,10 +442,15 @@ class RelayHandle:
         self.sequences = [RelayedSequence(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
         self._relay = relay
         self._call, self._passage, self._body = what.call, what.passage, what.body
-        most = min(request.max_tokens, relay.most_tokens)
-        reserved, num = Usage(request.num_prompt_tokens, most * request.num_sequences), request.num_sequences
-        self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, num, what.shown_fields, reserved)
-        self._num_bytes = self._num_events = self._num_empty = 0  # of the answer
+        context = relay.most_tokens
+        most, num, num_prompt_tokens = (
+            min(request.max_tokens, context),
+            request.num_sequences,
+            request.num_prompt_tokens,
+        )
+        bounds = Bounds(num, what.num_computed, most, context, what.num_prompts, num_prompt_tokens)
+        self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, bounds, what.shown_fields)
+        self._num_bytes = self._num_pieces = self._num_events = self._num_empty = 0  # of the answer
         self._most_events = most * what.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
@@ -480,7 +485,6 @@ class RelayHandle:
             self._task.cancel()
         if exchange is not None:
             exchange.cancel()
-        self._slot.granted.cancel()
         self._slot.leave()
         # An error answer waits for the end: it is not held up where nothing has been received
         if is_told and upstream is not None and (self._head is not None or reason is FinishReason.CANCELLED):
@@ -561,8 +565,8 @@ class RelayHandle:
         ]
         if self._trace is not None:
             fields.append((b"traceparent", self._trace.value))
-        outgoing = pool.request(self._upstream, b"POST", self._passage.path, tuple(fields), self._body)
-        self._exchange = connection.http.send(outgoing, self)
+        outgoing = Outgoing(b"POST", self._passage.path, tuple(fields), self._body)
+        self._exchange = connection.http.send(pool.addressed(outgoing, self._upstream), self)
         if self._is_paused:
             self._exchange.pause()
         self._sent_s = self._heard_s = now_s
@@ -583,7 +587,7 @@ class RelayHandle:
         if head.status >= 500 or head.status == 429:
             self._fall_back(error)
         else:
-            self._refuse(error)
+            self._fail(error, has_begun=False)
 
     def _move(self, why: str) -> bool:
         """Send it to another upstream. False: it cannot be."""
@@ -599,13 +603,13 @@ class RelayHandle:
     def _fall_back(self, error: ServiceError) -> None:
         """Send it to another model's upstreams, if there are any."""
         if not self._fallbacks:
-            self._refuse(error)
+            self._fail(error, has_begun=False)
             return
         asked, pool = self.request.passed, self._fallbacks.pop(0)
         logger.warning("%s is asked instead of %s: %s", pool.settings.name, self._call.model, error)
         self._slot.leave()
         fields = msgspec.json.decode(asked.body)
-        _address_to(pool.settings, fields, asked.tenant_salt, asked.asked_salt)
+        _address_to(pool.settings, fields, asked.salts)
         self._body = sse.json_line(fields)
         self._enter(pool)
 
@@ -618,15 +622,12 @@ class RelayHandle:
         logger.error("a request cannot be passed on", exc_info=error, extra={"request_id": self.request.request_id})
         self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
 
-    def _refuse(self, error: ServiceError) -> None:
-        """No answer has begun. An upstream that failed may have computed something."""
-        self._fail(error, error.kind is not ErrorKind.UPSTREAM)
-
-    def _fail(self, error: ServiceError, is_refusal: bool = False) -> None:
+    def _fail(self, error: ServiceError, has_begun: bool = True) -> None:
         if not self._has_ended:
             if not self.num_tokens:
                 self._answer.usage = None  # counts alone have come, and no text
-            self.sink.fail(error, is_refusal)  # which cancels
+            # Which cancels. An upstream that failed may have computed something
+            self.sink.fail(error, not has_begun and error.kind is not ErrorKind.UPSTREAM)
             self.cancel(FinishReason.ERROR)
 
     @property
@@ -654,7 +655,10 @@ class RelayHandle:
         if not self._answer.is_done:  # its end is not put off by what follows
             self._heard_s = begun_s
         self._num_bytes += len(data)
+        self._num_pieces += 1
         try:
+            if self._num_pieces > MORE_EVENTS + self._num_bytes // LEAST_PIECE_BYTES:
+                raise UpstreamFault(f"it has sent {self._num_bytes} bytes in {self._num_pieces} pieces")
             if self._call.is_stream and not is_refusal:
                 for part in self._answer.push(data):
                     self._take(part, begun_s)
@@ -752,30 +756,23 @@ class RelayHandle:
 
     async def _end_as_told(self, upstream: Upstream) -> None:
         """After a cancel: with the usage that a server of our own records under our id, if it tells in time."""
-        path = "/v1/requests/" + self.request.request_id
+        path, wait_s = "/v1/requests/" + self.request.request_id, TELL_AFTER_S
         try:
             async with asyncio.timeout(TELL_S):
-                wait_s = TELL_AFTER_S
-                while (usage := await self._usage_told(upstream, path)) is None:
+                while (record := await self._record_there(upstream, path)).state not in ("done", "failed"):
                     await asyncio.sleep(wait_s)
                     wait_s *= 2
-            self._answer.usage = usage
+            counts = record.num_prompt_tokens, record.num_completion_tokens, record.num_cached_tokens
+            self._answer.usage = Usage(*(one or 0 for one in counts))
         except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
             logger.info("an upstream does not tell what a cancelled request has used: %r", error)
         self._end()
 
-    async def _usage_told(self, upstream: Upstream, path: str) -> Usage | None:
-        """None: the request is still in progress there. Raises UpstreamFault or DecodeError."""
+    async def _record_there(self, upstream: Upstream, path: str) -> _Record:
         head, body = await self._pool.ask(upstream, path, MAX_ERROR_BYTES)
         if head.status != 200:
             raise UpstreamFault(f"it answers with the status {head.status}")
-        record = msgspec.json.decode(body, type=dict[str, Any])
-        if record.get("state") not in ("done", "failed"):
-            return None
-        counts = {
-            one: record.get(one) or 0 for one in ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens")
-        }
-        return msgspec.convert(counts, Usage)
+        return msgspec.json.decode(body, type=_Record)
 
     def _end(self) -> None:
         if self._has_ended:
@@ -792,32 +789,6 @@ class RelayHandle:
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
 
     def _billed(self) -> Usage:
-        """What the upstream has told, or an estimate if it has not; no more than it can have been."""
-        request, told = self.request, self._answer.usage
-        context, num_answers = self._relay.most_tokens, request.passed.num_computed
-        most = min(request.max_tokens, context)
-        if told is None:
-            if self._head is not None and self._head.status == 200 and self._document.lstrip().startswith(b"{"):
-                self._answer.num_document_bytes = len(self._document)
-            return self._answer.estimated()
-        if self._pool.settings.trusted:
-            return told
-        least = self._answer.at_least(told, request.passed.num_prompts)
-        most_prompt = len(self._body) + UNSEEN_TOKENS
-        if context < MANY_TOKENS and self._passage.form != "document":  # which has any number of inputs
-            most_prompt = context * num_answers
-        most = most * num_answers if most < MANY_TOKENS else self._num_bytes + UNSEEN_TOKENS
-        billed = Usage(
-            num_prompt_tokens=min(least.num_prompt_tokens, most_prompt),
-            num_completion_tokens=min(least.num_completion_tokens, most),
-            num_cached_tokens=min(told.num_cached_tokens, most_prompt),
-            num_thought_tokens=min(told.num_thought_tokens, most),
-        )
-        if billed != told:
-            logger.warning(
-                "an upstream of %s tells usage that cannot be all: %s; %s is billed",
-                self._pool.settings.name,
-                told,
-                billed,
-            )
-        return billed
+        if self._head is not None and self._head.status == 200 and self._document.lstrip().startswith(b"{"):
+            self._answer.num_document_bytes = len(self._document)
+        return self._answer.billed(self._pool.settings.trusted, len(self._body), self._num_bytes)

@@ -8,6 +8,7 @@ Its id and model become ours. All else passes as it came, comments between event
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from server.api import chat, completions, embeddings, llama_server, messages, ol
 from server.api.decoding import parse_object
 from server.api.fields import GenerationCall
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
+from server.engine_client import NOT_YET
 from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.wire import sse
 
@@ -26,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 MOST_TOKENS = 2**53  # more than there are: usage that says so is not believed
-UNBOUNDED = Usage(0, MOST_TOKENS)
+MANY_TOKENS = 2**31  # where a request sets no bound, or the model's context is not known
+UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
 BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
 MOST_BYTES_PER_TOKEN = 8  # of an answer: usage by which a token has more is not of all of it
 REASONS = {
@@ -99,10 +102,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
     @property
     def has_text(self) -> bool:
-        for name, value in (self.delta or {}).items():
-            if value and name != "role":
-                return True
-        return bool(self.text)
+        return bool(self.text) or any(value and name != "role" for name, value in (self.delta or {}).items())
 
     @property
     def num_text_bytes(self) -> int:
@@ -182,13 +182,29 @@ class Part(NamedTuple):
     is_last: bool = False  # it is written once the answer is settled
 
 
+class Bounds(NamedTuple):
+    """What was asked, and so can have been used.
+
+    Args:
+        num_choices: answers that are shown; some more may be computed.
+        num_tokens: of each, at most.
+        context: of the model.
+        num_prompt_tokens: of all prompts, estimated.
+    """
+
+    num_choices: int
+    num_computed: int = 1
+    num_tokens: int = MANY_TOKENS
+    context: int = MANY_TOKENS
+    num_prompts: int = 1
+    num_prompt_tokens: int = 0
+
+
 class UpstreamAnswer:
     """
     Args:
         request_id: ours, that the answer's id is made of.
-        num_choices: that were asked for.
         shown_fields: of a document, those that pass; None: all.
-        most: that is used, by what was asked: the prompt as it is estimated, and no more than so many tokens.
 
     Attributes:
         usage: as it has been told, in a way that can be true.
@@ -201,17 +217,15 @@ class UpstreamAnswer:
         passage: Passage,
         call: GenerationCall,
         request_id: str,
-        num_choices: int,
+        bounds: Bounds,
         shown_fields: list[str] | None = None,
-        most: Usage = UNBOUNDED,
     ) -> None:
         self.usage: Usage | None = None
         self.is_done = self._tells_nonsense = False
         self.num_document_bytes = self._num_texts = self._num_text_bytes = 0
-        self._most = most
         self._passage = passage
         self._call = call
-        self._num_choices = num_choices
+        self._bounds, self._most_shown = bounds, bounds.num_tokens * bounds.num_choices  # tokens
         self._shown_fields = shown_fields
         own = {"id": passage.prefix + request_id, "model": call.model}
         self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
@@ -233,21 +247,48 @@ class UpstreamAnswer:
     def estimated(self) -> Usage:
         """What has come: a token for each event with text, or for BYTES_PER_TOKEN of a document."""
         num_tokens = max(self._num_texts, self.num_document_bytes // BYTES_PER_TOKEN)
-        num_tokens = min(num_tokens, self._most.num_completion_tokens)
+        num_tokens = min(num_tokens, self._most_shown)
         has_answered = num_tokens or self.is_done or self._tells_nonsense
-        return Usage(self._most.num_prompt_tokens if has_answered else 0, num_tokens)
+        return Usage(self._bounds.num_prompt_tokens if has_answered else 0, num_tokens)
 
-    def at_least(self, told: Usage, num_prompts: int) -> Usage:
-        """Of several choices, no less than has come: some servers tell what the first alone has used."""
-        num_seen, num_bytes = self._num_texts, self._num_text_bytes
-        is_believed = told.num_completion_tokens >= max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
-        if self._num_choices == 1 or self._call.echo or is_believed:
+    def billed(self, is_trusted: bool, num_sent: int, num_received: int) -> Usage:
+        """What has been told, or an estimate if nothing has; no more than it can have been.
+
+        Args:
+            is_trusted: what servers of our own tell is exact.
+            num_sent, num_received: bytes, which bound what nothing else does.
+        """
+        told, bounds = self.usage, self._bounds
+        if told is None:
+            return self.estimated()
+        if is_trusted:
             return told
-        num_tokens = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), self._most.num_completion_tokens)
-        return msgspec.structs.replace(
-            told,
-            num_prompt_tokens=max(told.num_prompt_tokens, self._most.num_prompt_tokens if num_prompts > 1 else 0),
-            num_completion_tokens=max(told.num_completion_tokens, num_tokens),
+        prompt, completion = num_sent + UNSEEN_TOKENS, num_received + UNSEEN_TOKENS
+        if bounds.context < MANY_TOKENS and self._passage.form != "document":  # which has any number of inputs
+            prompt = bounds.context * bounds.num_computed
+        if bounds.num_tokens < MANY_TOKENS:
+            completion = bounds.num_tokens * bounds.num_computed
+        counts = msgspec.structs.astuple(self._at_least(told))
+        billed = Usage(*map(min, counts, (prompt, completion, prompt, completion)))
+        if billed != told:
+            logger.warning(
+                "an upstream of %s tells usage that cannot be all: %s; %s is billed", self._call.model, told, billed
+            )
+        return billed
+
+    def _at_least(self, told: Usage) -> Usage:
+        """Of several choices, no less than has come: some servers tell what the first alone has used."""
+        num_seen, num_bytes, bounds = self._num_texts, self._num_text_bytes, self._bounds
+        is_believed = told.num_completion_tokens >= max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
+        if bounds.num_choices == 1 or self._call.echo or is_believed:
+            return told
+        num_tokens = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), self._most_shown)
+        num_prompt_tokens = bounds.num_prompt_tokens if bounds.num_prompts > 1 else 0
+        return Usage(
+            max(told.num_prompt_tokens, num_prompt_tokens),
+            max(told.num_completion_tokens, num_tokens),
+            told.num_cached_tokens,
+            told.num_thought_tokens,
         )
 
     def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes | None]]:
@@ -286,7 +327,7 @@ class UpstreamAnswer:
         if message.usage is not None or self._passage.form != "chunks":
             self._note_usage(message, data)
         event_name = None if name is None else name.decode("ascii", "ignore")
-        renamed = self._renamed(data)
+        renamed = self._renamed(data, hides_usage=bool(message.choices) and not self._call.tokens.counts_usage)
         framed = renamed + b"\n" if self._passage.form == "lines" else sse.event(renamed, event_name)
         if self._passage.is_parts:
             self.is_done = message.done or message.stop is True
@@ -334,8 +375,8 @@ class UpstreamAnswer:
 
     def _check(self, choices: list[_Choice]) -> None:
         for one in choices:
-            if not 0 <= one.index < self._num_choices:
-                raise UpstreamFault(f"its answer has a choice {one.index}, of {self._num_choices} that were asked for")
+            if not 0 <= one.index < (num := self._bounds.num_choices):
+                raise UpstreamFault(f"its answer has a choice {one.index}, of {num} that were asked for")
 
     def _note_usage(self, message: _Message, data: bytes) -> None:
         """The latest counts; messages tell those of the prompt at the start alone; of nonsense, none."""
@@ -359,9 +400,15 @@ class UpstreamAnswer:
             usage = msgspec.structs.replace(usage, **counts)
         self.usage = usage
 
-    def _renamed(self, data: bytes) -> bytes:
-        """With our id and the name that was asked for, also of the response or message in an event."""
+    def _renamed(self, data: bytes, hides_usage: bool = False) -> bytes:
+        """With our id and the name that was asked for, also of the response or message in an event.
+
+        Args:
+            hides_usage: it has an event of its own, which some servers leave to the last choice's.
+        """
         fields = _read_fields(data)
+        if hides_usage and "usage" in fields:
+            fields["usage"] = _NULL
         for name in ("response", "message") if self._passage.form == "names" else ():
             if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
                 fields[name] = msgspec.Raw(_encode(self._with_names(_read_fields(inner))))
@@ -402,6 +449,22 @@ class RelayedDelta(Delta, frozen=True, kw_only=True):
 
     event: bytes = b""
     is_last: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RelayedSequence:
+    """One choice, as it passes: `SequenceTimes`."""
+
+    choice: int
+    mark: int
+    num_tokens: int = 0
+    is_finished: bool = False
+    last_s: float = NOT_YET
+    discounted_s: float = NOT_YET
+
+    @property
+    def waits_since_s(self) -> float:
+        return max(self.last_s, self.discounted_s)
 
 
 class PassedStream:

@@ -7,9 +7,12 @@ call at a time, and lets others go first after each step.
 
 import asyncio
 import enum
+import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -21,8 +24,9 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.incident import Explanation, Machine, Outside, explain
 from core.plan import RunnerLimits, SequenceStart
 from core.simulation import CostModel, RequestTrace, Simulation, continuation, timed_rows
-from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams
+from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery
 from server.app import Exchange, Operation, Route
+from server.gate.admission import Admission, Place, QueueLimits
 from server.gate.identity import Scope
 from server.observing.accounting import RequestRecord, known_flight
 from server.observing.timing import S_NS, Stage
@@ -38,7 +42,7 @@ WRONG_EVERY = 12  # of this many tokens that a request predicts of its answer, o
 
 
 class Switch(enum.StrEnum):
-    """What is on in the second run: the last three are of the clients and the machines."""
+    """What is on in the second run."""
 
     CONTINUOUS_BATCHING = "continuous_batching"  # off: a batch ends before the next one begins
     CHUNKED_PREFILL = "chunked_prefill"  # off: prompts are computed as fast as they fit, whatever others wait
@@ -47,6 +51,7 @@ class Switch(enum.StrEnum):
     SECOND_REPLICA = "second_replica"  # off: one server has all requests
     CANCEL = "cancel"  # every second client leaves after a while
     SLOW_CLIENT = "slow_client"  # every second client reads nothing for as long, after a while
+    OVERLOAD = "overload"  # off: all are let in, though those who have waited for a while for their first token leave
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +62,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
         gap_ms: between two requests.
         step_ms, token_ms: a step takes the first, and the second for each token that it computes.
         num_slots: sequences that run together.
-        after_ms: from a request's arrival until its client leaves, or stops reading.
+        after_ms: from a request's arrival until its client leaves, or stops reading, or has no patience left.
     """
 
     switch: Switch
@@ -75,19 +80,24 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One run, in simulated milliseconds.
 
     Args:
-        requests: of each its arrival, its first token (None: its client left before) and its end.
-        mean_first_token_ms: from its arrival; this and the gaps are of those whose clients stay and read.
+        requests: of each its arrival, its first token (None: its client left before, or it was refused) and its end.
+        mean_first_token_ms: from its arrival; this and the gaps are of those whose clients stay and read. None: no
+            token came.
+        num_refused: at once, by admission.
+        num_late: whose clients have left before their first token.
         p95_gap_ms, longest_gap_ms: between two tokens of a sequence.
     """
 
     requests: list[tuple[float, float | None, float]]
-    mean_first_token_ms: float
+    mean_first_token_ms: float | None
     p95_gap_ms: float
     longest_gap_ms: float
     whole_ms: float
     num_tokens: int
     num_steps: int
     num_cached_tokens: int
+    num_refused: int = 0
+    num_late: int = 0
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +130,9 @@ def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outco
         _request(numbers, i, limits, is_on and switch is Switch.PREFIX_CACHE) for i in range(numbers.num_requests)
     ]
     num_replicas = 2 if is_on and switch is Switch.SECOND_REPLICA else 1
+    make = partial(_Rush, patience_s=numbers.after_ms / 1e3, refuses=is_on) if switch is Switch.OVERLOAD else Simulation
     simulations = [
-        Simulation(
+        make(
             replace(limits, max_batch_tokens=MOST_PROMPT_TOKENS + numbers.num_slots) if whole_prompts else limits,
             cost,
             requests[i::num_replicas],
@@ -134,6 +145,45 @@ def _run(numbers: Numbers, is_on: bool, on_step: Callable[[Any], None]) -> Outco
     ]
     traces = [trace for one in simulations for trace in one.run()]
     return _outcome(numbers, traces, sum(one.scheduler.stats().num_steps for one in simulations))
+
+
+class _Rush(Simulation):
+    """Clients who leave if their first token does not come in time, and perhaps the server's admission before them.
+
+    Args:
+        refuses: whom admission expects to be late; otherwise all are let in.
+    """
+
+    def __init__(self, *arguments: Any, patience_s: float, refuses: bool, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._patience_s = patience_s
+        bounds = QueueLimits(max_requests=sys.maxsize, max_tokens=sys.maxsize, max_bytes=sys.maxsize)
+        self._admission = Admission(bounds, self.scheduler.stats, self.clock)
+        self._allowed_s = patience_s if refuses else math.inf
+        self._places: dict[str, Place] = {}  # of requests that go on
+
+    def _admits(self, request: Request) -> bool:
+        place = self._admission.enter(request.tenant, 0)
+        try:
+            place.admit((request,), self.clock() + self._allowed_s, self.clock())
+        except ServiceError:
+            place.leave(self.clock())
+            return False
+        self._places[request.request_id] = place
+        return True
+
+    def _take(self, delivery: StepDelivery) -> None:
+        super()._take(delivery)
+        now_s = self.clock()
+        for name, place in list(self._places.items()):
+            trace = self.traces[name]
+            if not place.has_begun and now_s > trace.request.arrival_s + self._patience_s:
+                self._inbox.append(Cancel(name, FinishReason.CANCELLED))
+                trace.first_token_s = None  # if it has just come, nobody has read it
+            elif trace.first_token_s is not None and not place.has_begun:
+                place.on_first_token(0, now_s)
+            if trace.end_s is not None:
+                self._places.pop(name).leave(now_s)
 
 
 def _request(numbers: Numbers, index: int, limits: RunnerLimits, shares: bool) -> Request:
@@ -176,16 +226,20 @@ def _outcome(numbers: Numbers, traces: list[RequestTrace], num_steps: int) -> Ou
     step = 2 if numbers.switch in (Switch.CANCEL, Switch.SLOW_CLIENT) else 1
     firsts = [first - arrival for arrival, first, _ in rows[::step] if first is not None]
     gaps = sorted(gap for trace in traces[::step] for gap in trace.gaps_s) or [0.0]
+    answered = [trace for trace in traces if trace.first_token_s is not None]
+    num_refused = sum(trace.usage is None for trace in traces)
     usages = [trace.usage for trace in traces if trace.usage is not None]
     return Outcome(
         requests=rows,
-        mean_first_token_ms=sum(firsts) / len(firsts),
+        mean_first_token_ms=sum(firsts) / len(firsts) if firsts else None,
         p95_gap_ms=1e3 * gaps[int(0.95 * (len(gaps) - 1))],
         longest_gap_ms=1e3 * gaps[-1],
         whole_ms=max(end for _, _, end in rows),
-        num_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_tokens=sum(len(times) for trace in answered for times in trace.token_times_s.values()),
         num_steps=num_steps,
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+        num_refused=num_refused,
+        num_late=len(traces) - len(answered) - num_refused,
     )
 
 

@@ -5,6 +5,7 @@ only with the reason in the commit.
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -169,3 +170,11 @@ def test_every_folder_has_a_budget() -> None:
     files = [path for one in (*PACKAGES, "bench") for path in (ROOT / one).rglob("*.py")]
     folders = {path.parent.relative_to(ROOT).as_posix() for path in files}
     assert {one for one in folders if not one.startswith("gpu/demo")} == BUDGETS.keys()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/lifecycle.md"])
+def test_the_files_that_a_page_names_are_there(page: str) -> None:
+    names = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text(encoding="utf-8"))
+    files = {f"/{path.relative_to(ROOT)}" for one in (*PACKAGES, "tests") for path in (ROOT / one).rglob("*.py")}
+    assert names
+    assert not [name for name in names if not any(path.endswith(f"/{name}") for path in files)]

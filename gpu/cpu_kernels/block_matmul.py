@@ -763,6 +763,12 @@ def _decoder(name: str) -> Any:
     return _make_decode(CODES[name])
 
 
+def compile_format(name: str) -> None:
+    """Compile what multiplies and decodes a format's blocks, unless an earlier process did."""
+    _multiplier(name)
+    _decoder(name)
+
+
 @cache
 def _packer() -> Kernel:
     return Kernel(pack)

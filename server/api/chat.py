@@ -16,6 +16,7 @@ from server.api.fields import (
     GenerationCall,
     MaxTokens,
     Message,
+    NumLikely,
     Prediction,
     chat_prompt,
     flatten,
@@ -53,7 +54,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None  # max_tokens' newer name, which wins
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLikely | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -79,7 +80,8 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     tools = _tools(wire, defaults.tool_style)
     thought, variables = thought_wishes(wire, defaults.thought_style)
     prompt = chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables)
-    prompt = msgspec.structs.replace(prompt, documents=tuple(wire.documents or ()))
+    documents = tuple(_scored(one, f"documents[{i}].score") for i, one in enumerate(wire.documents or ()))
+    prompt = msgspec.structs.replace(prompt, documents=documents)
     return generation_call(
         wire,
         model,
@@ -92,6 +94,19 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         prediction="" if wire.prediction is None else flatten(wire.prediction.content, "prediction.content"),
         unknown_fields=unknown_fields,
     )
+
+
+def _scored(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """With a number as its score, which a context policy goes by."""
+    score = document.get("score")
+    if isinstance(score, str):
+        try:
+            return document | {"score": float(score)}
+        except ValueError:
+            pass
+    if score is None or (isinstance(score, int | float) and not isinstance(score, bool)):
+        return document
+    raise InvalidRequest(f"{where} must be a number.", where, "invalid_type")
 
 
 def _tools(wire: ChatBody, style: ToolStyle | None) -> ToolWishes | None:

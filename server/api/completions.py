@@ -15,6 +15,8 @@ from server.api.fields import (
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
+    NumChoices,
+    NumLikely,
     Prompt,
     TextPrompt,
     check_range,
@@ -50,9 +52,9 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class CompletionBody(ChoiceFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     max_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    logprobs: int | None = None
+    logprobs: NumLikely | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: NumChoices | None = None
     add_special_tokens: bool | None = None
     suffix: str | None = None
 
@@ -96,9 +98,8 @@ def _prompts(wire: CompletionBody, defaults: GenerationDefaults) -> tuple[Prompt
         raise InvalidRequest("suffix needs one text as the prompt.", "suffix")
     if not prompt:
         raise InvalidRequest("prompt is empty: send text or token ids.", "prompt")
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) == len(prompt):
-        return (IdsPrompt(checked_ids(ids, "prompt", vocab_size)),)
+    if all(isinstance(item, int) for item in prompt):
+        return (IdsPrompt(checked_ids(prompt, "prompt", vocab_size)),)  # type: ignore[arg-type]
     if len(prompt) > most:
         raise InvalidRequest(f"prompt must have at most {most} texts or lists of ids.", "prompt")
     texts = [item for item in prompt if isinstance(item, str)]

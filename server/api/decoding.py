@@ -8,9 +8,10 @@ import json
 import json.decoder
 import json.scanner
 import logging
+import operator
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 64
 MAX_VALUES = 100_000  # in a long body, without those that _IDS matches; each takes a few microseconds
+MAX_IDS = 2**20  # of a long body: what _IDS matches; more than contexts have. To free them all takes 8 ms, with the GIL
 MAX_ESCAPES = 2**21  # json's scanner takes 3 ns for each, with the GIL
 LONG_BYTES = 32 * 1024  # from this size on a body is parsed in steps; a shorter one holds the GIL for less than 5 ms
 MAX_SHOWN_KEY = 32  # characters of a client's own word that a refusal or a warning repeats
@@ -41,7 +43,9 @@ _SPACE = re.compile(r"[ \t\n\r]*+")
 # Whole numbers that others follow, 1000 in a step of 0.1 ms; Python before 3.11.5 matches `}+` wrongly (gh-106052)
 _IDS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]*+,[ \t\n\r]*+){1,1000}")
 _LONG_NUMBER = re.compile(r"[-0-9.]{5000}")
-_PIECE_BYTES = 2**20  # searched in one step: 1 ms
+_PIECE_BYTES = 2**20  # searched, or scanned, in one step: 1 ms
+_PIECE_IDS = 2**16  # looked at in one step: 1 ms
+_ESCAPE_CHARS = 12  # of the longest, a pair of surrogates
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # An escape: a pair of surrogates, one that is alone (group 1), or another
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]|(u[dD][89a-fA-F])|.)", re.DOTALL)
@@ -98,10 +102,30 @@ def convert(fields: dict[str, Any], shape: type[T], renamed: Mapping[str, str]) 
     Raises:
         InvalidRequest: a wrong type or range.
     """
+    shortened = {name: _shortened(value) for name, value in fields.items()}
     try:
-        return shaped(fields, shape)
+        value = shaped(shortened, shape)
     except msgspec.ValidationError as error:
         raise _field_error(str(error), fields, renamed, shape) from None
+    names = getattr(shape, "__struct_fields__", ())
+    whole = {name: fields[name] for name in names if shortened.get(name) is not fields.get(name)}
+    return msgspec.structs.replace(value, **whole) if whole else value  # type: ignore[type-var]
+
+
+def _shortened(value: Any, is_outer: bool = True) -> Any:
+    """Without most of the ids of a list, or of lists in it: msgspec would look at millions, with the GIL."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > _PIECE_IDS:
+        is_ids = all({*map(type, piece)} == {int} for piece in pieces(value))
+        return value[:_PIECE_IDS] if is_ids else value
+    made = [_shortened(one, False) for one in value] if is_outer else value
+    return made if any(map(operator.is_not, made, value)) else value
+
+
+def pieces(ids: list[int]) -> Iterator[list[int]]:
+    """Which C walks through in 1 ms each: it keeps the GIL."""
+    return (ids[at : at + _PIECE_IDS] for at in range(0, len(ids), _PIECE_IDS))
 
 
 _built: set[Any] = set()
@@ -232,6 +256,8 @@ class _StepwiseDecoder(json.JSONDecoder):
         super().__init__(**_LIBERTIES | {"parse_int": _ascii_int})
         self._depth = 0
         self._num_values = 1
+        self._num_ids = 0
+        self.parse_string = self._string
         self.parse_object = self._object
         self.parse_array = self._array
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]  # typeshed has no scanners
@@ -242,6 +268,23 @@ class _StepwiseDecoder(json.JSONDecoder):
         self._depth -= 1
         return result
 
+    def _string(self, text: str, at: int, strict: bool) -> tuple[str, int]:
+        """In parts, where it is long."""
+        parts: list[str] = []
+        end = text.find('"', at, at + LONG_BYTES)
+        is_short = end >= 0 and text[end - 1] != "\\"
+        while not is_short and (cut := _cut(text, at)):
+            try:
+                part, end = _json_decoder.scanstring(text[at:cut] + '"', 0, strict)
+            except json.JSONDecodeError as error:
+                raise json.JSONDecodeError(error.msg, text, at + error.pos) from None
+            parts.append(part)
+            if end <= cut - at:
+                return "".join(parts), at + end
+            at = cut
+        part, end = _json_decoder.scanstring(text, at, strict)
+        return ("".join([*parts, part]) if parts else part), end
+
     def _array(self, place: tuple[str, int], scan: _Scan) -> tuple[list[Any], int]:
         self._enter()
         text, at = place
@@ -250,7 +293,11 @@ class _StepwiseDecoder(json.JSONDecoder):
         while match:
             at = match.end()
             if match := _IDS.match(text, at):
-                ids += map(int, match[0].split(",")[:-1])
+                some = match[0].split(",")[:-1]
+                self._num_ids += len(some)
+                if self._num_ids > MAX_IDS:
+                    raise _too_much(f"has more than {MAX_IDS} whole numbers in arrays")
+                ids += map(int, some)
         if ids and text.startswith("]", at):
             raise json.JSONDecodeError("Expecting value", text, at)
         values, at = _json_decoder.JSONArray((text, at), self._counted(scan))
@@ -275,6 +322,13 @@ class _StepwiseDecoder(json.JSONDecoder):
             return scan(text, at)
 
         return scan_counted
+
+
+def _cut(text: str, at: int) -> int:
+    """Where a part of the text behind `at` may end, as no escape spans it; 0: nowhere, or little is left."""
+    last = at + _PIECE_BYTES
+    places = range(last, last - _PIECE_BYTES // 2, -_ESCAPE_CHARS) if last < len(text) else ()
+    return next((cut for cut in places if "\\" not in text[cut - _ESCAPE_CHARS : cut]), 0)
 
 
 def _bad_json(cause: str) -> InvalidRequest:
@@ -375,6 +429,10 @@ def _field_error(message: str, fields: dict[str, Any], renamed: Mapping[str, str
         (known,) = (one for one in declared(shape, inner) if isinstance(one, inspect.StructType))
         names = ", ".join(field.encode_name for field in known.fields)
         return InvalidRequest(f"There is no {param}. {path} may have {names}.", param)
+    if unknown := re.fullmatch(r"Invalid enum value (.*)", what, re.DOTALL):
+        values = [str(value) for one in declared(shape, inner) for value in _values_of(one)]
+        allowed, sent = f"{'one of ' * (len(values) > 1)}{', '.join(values)}", unknown[1].strip("'")[:MAX_SHOWN_KEY]
+        return InvalidRequest(f"{path} must be {allowed}, not {sent!r}.", path)
     if bound := re.fullmatch(r"Expected `(.*?)` .*", what):
         kind = _BOUNDED_TYPES[bound[1]]
         (node,) = (one for one in declared(shape, inner) if isinstance(one, kind))
@@ -394,8 +452,15 @@ def declared(shape: type, path: str) -> list[Any]:
                 inner.append(node.item_type)
             elif isinstance(node, inspect.DictType):
                 inner.append(node.value_type)
-        nodes = [one for node in inner for one in (node.types if isinstance(node, inspect.UnionType) else (node,))]
+        each = (one for node in inner for one in (node.types if isinstance(node, inspect.UnionType) else (node,)))
+        nodes = [one.type if isinstance(one, inspect.Metadata) else one for one in each]  # without what is for schemas
     return nodes
+
+
+def _values_of(node: Any) -> tuple[Any, ...]:
+    if isinstance(node, inspect.LiteralType):
+        return node.values
+    return tuple(one.value for one in node.cls) if isinstance(node, inspect.EnumType) else ()
 
 
 def range_of(shape: type, name: str) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from core.context_policy import Budgets, Policy
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
-from server.api.decoding import MAX_SHOWN_KEY
+from server.api.decoding import MAX_SHOWN_KEY, pieces
 from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_calls, template_id
@@ -32,6 +32,7 @@ _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 # Below it the division of logits overflows, and sampling is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
+_LEAST_SHARE = 1e-6  # of top_p and typical_p: at 0 one token is kept, too
 
 # The call: what a request of any surface becomes.
 
@@ -78,6 +79,12 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     continues_last: bool = False
 
 
+class MixedPrompt(msgspec.Struct, frozen=True):
+    """Texts and ids that follow one another: what the model wants around a text is before a first one alone."""
+
+    parts: tuple[str | tuple[int, ...], ...]
+
+
 class PairPrompt(msgspec.Struct, frozen=True):
     """Two texts to be scored together: a query and a document.
 
@@ -90,7 +97,7 @@ class PairPrompt(msgspec.Struct, frozen=True):
     instruction: str | None = None
 
 
-Prompt = TextPrompt | IdsPrompt | ChatPrompt | PairPrompt
+Prompt = TextPrompt | IdsPrompt | MixedPrompt | ChatPrompt | PairPrompt
 
 
 class TokenWishes(msgspec.Struct, frozen=True):
@@ -258,6 +265,11 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
 
 # The fields. null is as good as absent.
 
+LIMIT = "x-limit"  # in a type's JSON schema: a field of RequestLimits, that bounds its value or its length
+NumChoices = Annotated[int, Meta(ge=1, extra_json_schema={LIMIT: "num_choices"})]
+NumLikely = Annotated[int, Meta(ge=0, extra_json_schema={LIMIT: "num_top_logprobs"})]
+_Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
+_SEED = {"minimum": -(2**63), "maximum": 2**64 - 1}  # beyond what Meta holds
 ModelName = Annotated[str, Meta(min_length=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 LastTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # how many; -1: all
@@ -283,13 +295,13 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     model: ModelName | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     # Beyond these the scaled logits leave float32
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_n_sigma: Annotated[float, Meta(ge=-1, le=1000)] | None = None
     xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -299,11 +311,11 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     dry_penalty_last_n: LastTokens | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Meta(min_length=1, max_length=16)] | None = None
     repeat_last_n: LastTokens | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: _StopString | list[_StopString] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Meta(extra_json_schema={LIMIT: "num_logit_biases"})] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    n: NumChoices | None = None
+    seed: Annotated[int, Meta(extra_json_schema=_SEED)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(extra_json_schema={LIMIT: "num_stops"})] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
     context_policy: Policy | ContextWishes | None = None
@@ -322,12 +334,24 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
+class ClampedFields(SamplingFields, frozen=True, kw_only=True):
+    """Of Ollama's and llama-server's surfaces: what is beyond a range counts as its end; no temperature is too high."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+
+
 class ChoiceFields(SamplingFields, frozen=True, kw_only=True):
     """The fields that chat and completions have beside, as vLLM has them."""
 
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NumLikely | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
+
+
+_SHARES = {"top_p": _LEAST_SHARE, "typical_p": _LEAST_SHARE, "min_p": 0.0}  # of the tokens that may come: their least
 
 
 def _shared(source: type[msgspec.Struct], target: type[msgspec.Struct]) -> tuple[str, ...]:
@@ -486,6 +510,8 @@ def _sampling_params(
             values[name] = value
     if not 0 <= values["min_tokens"] <= values["max_tokens"]:
         raise InvalidRequest("min_tokens must be from 0 to max_tokens.", "min_tokens")
+    for name, least in _SHARES.items():
+        values[name] = min(max(values.get(name, 1.0), least), 1.0)
     if values["temperature"] < _GREEDY_TEMPERATURE:
         values["temperature"] = 0.0
     if not 0 < values["top_k"] < defaults.vocab_size:
@@ -498,7 +524,7 @@ def _sampling_params(
     if _NO_PENALTIES.items() <= ({**_NO_PENALTIES} | values).items():  # a window of nothing costs nothing
         values["repeat_last_n"] = -1
     if fields.seed is not None:
-        check_range("seed", fields.seed, -(2**63), 2**64 - 1)
+        check_range("seed", fields.seed, _SEED["minimum"], _SEED["maximum"])
         values["seed"] = None if fields.seed == ANY_SEED else fields.seed % 2**64
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     if len(stops) > defaults.limits.num_stops:
@@ -570,7 +596,7 @@ def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
     Raises:
         InvalidRequest: an id is not in the vocabulary.
     """
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+    if any(min(piece) < 0 or max(piece) >= vocab_size for piece in pieces(ids)):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         where = f"{param}[{position}]"
         raise InvalidRequest(f"{where} is {ids[position]}: token ids are from 0 to {vocab_size - 1}.", where)
@@ -694,7 +720,7 @@ def _match_results(messages: list[dict[str, Any]], params: list[str], call_field
         if message["role"] == "tool":
             while turns and not turns[-1]:
                 turns.pop()
-            turn, at = _place_of_call(message, turns[-1] if turns else {}, by_id, f"{where}.{call_field}")
+            turn, at = _place_of_call(message, turns[-1] if turns else {}, by_id, where, call_field)
             call = turn.pop(at)
             message.setdefault("name", call["function"]["name"])
             if "id" in call:
@@ -702,7 +728,7 @@ def _match_results(messages: list[dict[str, Any]], params: list[str], call_field
 
 
 def _place_of_call(
-    result: dict[str, Any], last: _Calls, by_id: Mapping[str, list[tuple[_Calls, int]]], where: str
+    result: dict[str, Any], last: _Calls, by_id: Mapping[str, list[tuple[_Calls, int]]], where: str, call_field: str
 ) -> tuple[_Calls, int]:
     """The call that waits for a result: the newest of its id; or else the first of the last turn, by name or at all.
 
@@ -720,6 +746,7 @@ def _place_of_call(
         for at, call in last.items()
         if (call_id is None or "id" not in call) and name in (None, call["function"]["name"])
     ]
+    where = f"{where}.{'name' if call_id is None and name is not None and not found else call_field}"
     if not found:
         raise InvalidRequest(f"{where} is of no call in an earlier message that waits for its result.", where)
     if call_id is None and len({last[at].get("id") for at in found}) > 1:
@@ -815,10 +842,13 @@ def _template_message(message: Message, style: ToolStyle | None, param: str) -> 
         raise _null_content(f"{param}.content", "; only an assistant's message may have null")
     result = {"role": role, "content": "" if is_silent else flatten(message.content, f"{param}.content")}
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if message.tool_calls and role != "assistant":
+        where = f"{param}.tool_calls"
+        raise InvalidRequest(f"{where} belongs to an assistant's message, not to a {role}'s. Leave it out.", where)
     calls = template_calls(message.tool_calls, style, f"{param}.tool_calls") if message.tool_calls else None
     optional = {
         "name": message.name,
-        "tool_call_id": None if message.tool_call_id is None else template_id(message.tool_call_id, style),
+        "tool_call_id": template_id(message.tool_call_id, style) if message.tool_call_id else None,
         "reasoning_content": reasoning,
         "tool_calls": calls,
     }

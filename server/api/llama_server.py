@@ -13,12 +13,14 @@ from core.errors import InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api.decoding import decode
 from server.api.fields import (
+    ClampedFields,
     DefaultsOf,
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
+    MixedPrompt,
+    NumLikely,
     Prompt,
-    SamplingFields,
     TextPrompt,
     check_range,
     checked_ids,
@@ -41,15 +43,15 @@ class Chunk(msgspec.Struct, frozen=True):
     filename: str = "tmp"
 
 
-class _Body(SamplingFields, frozen=True, kw_only=True):
+class _Body(ClampedFields, frozen=True, kw_only=True):
     max_tokens: MostTokens | None = None
     response_fields: Annotated[list[str], Meta(max_length=64)] | None = None
-    n_probs: int | None = None
+    n_probs: NumLikely | None = None
     return_tokens: bool | None = None
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True):
-    prompt: str | list[int]
+    prompt: str | list[int | str | list[Any]]
 
 
 class InfillBody(_Body, frozen=True, kw_only=True):
@@ -62,11 +64,23 @@ class InfillBody(_Body, frozen=True, kw_only=True):
 def parse_completion(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = decode(body, CompletionBody, rules_of("completion"))
     model, defaults = defaults_of(wire.model)
-    if isinstance(wire.prompt, str):
-        return _call(wire, model, defaults, TextPrompt(wire.prompt), unknown_fields)
-    return _call(
-        wire, model, defaults, IdsPrompt(checked_ids(wire.prompt, "prompt", defaults.vocab_size)), unknown_fields
-    )
+    return _call(wire, model, defaults, _prompt(wire.prompt, defaults.vocab_size), unknown_fields)
+
+
+def _prompt(given: str | list[int | str | list[Any]], vocab_size: int) -> Prompt:
+    """A text, ids, or both in turn. A list of one of them is that one."""
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        given = given[0]
+    if isinstance(given, str):
+        return TextPrompt(given)
+    ids = [one for one in given if isinstance(one, int)]
+    if any(isinstance(one, list) for one in given) or (len(given) > 1 and not ids):
+        message = "prompt has several prompts. Send one here, each by itself, or all of them to /v1/completions."
+        raise InvalidRequest(message, "prompt", "unsupported_parameter")
+    checked_ids(ids, "prompt", vocab_size)
+    if len(ids) == len(given):
+        return IdsPrompt(tuple(ids))
+    return MixedPrompt(tuple((one,) if isinstance(one, int) else str(one) for one in given))
 
 
 def parse_infill(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:

@@ -85,10 +85,15 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     name: str | UnsetType = UNSET
     input: dict[str, Any] | UnsetType = UNSET
     tool_use_id: str | UnsetType = UNSET
-    content: "str | list[Block] | None" = None
+    content: "str | list[Block] | Block | None" = None  # of a server tool's result one, too
     is_error: bool | None = None
     title: str | None = None
     source: "Source | str | None" = None  # a search result's is a string
+    # Of what a server tool has found
+    url: str | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+    error_code: str | None = None
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +227,8 @@ def _prompt(
         made.append((Message(role="system", content=_text(system, "system")), "system"))
     for i, turn in enumerate(wire.messages):
         where = f"messages[{i}]"
-        for message, place in [(_assistant(turn, where), where)] if turn.role == "assistant" else _others(turn, where):
+        is_own, has_calls = turn.role == "assistant", defaults.tool_style is not None
+        for message, place in _assistant(turn, where, has_calls) if is_own else _others(turn, where):
             last = made[-1][0] if made else None
             if last is not None and last.role == message.role and message.role in ("user", "assistant"):
                 made[-1] = (joined_turn(last, message), made[-1][1])  # turns of one role in a row are one
@@ -304,27 +310,50 @@ def _others(turn: Turn, where: str) -> list[tuple[Message, str]]:
         if block.tool_use_id is UNSET:
             raise missing_field(f"{place}.tool_use_id")
         flush()
-        text = _text(block.content or "", f"{place}.content")
+        content = [block.content] if isinstance(block.content, Block) else block.content
+        text = _text(content or "", f"{place}.content")
         made.append((Message(role="tool", content=text, tool_call_id=block.tool_use_id), place))
     flush()
     return made or [(Message(role=turn.role, content=""), where)]
 
 
-def _assistant(turn: Turn, where: str) -> Message:
+def _assistant(turn: Turn, where: str, has_calls: bool) -> list[tuple[Message, str]]:
+    """The messages of a turn of the assistant, with their places: more than one where server tools have answered in it.
+
+    Args:
+        has_calls: the template has a form for them; without it what server tools were asked is left out.
+    """
     if isinstance(turn.content, str):
-        return Message(role="assistant", content=turn.content)
+        return [(Message(role="assistant", content=turn.content), where)]
+    made: list[tuple[Message, str]] = []
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
+
+    def flush() -> None:
+        content, thought = "\n".join(texts) if texts else None, "\n".join(thoughts) or None
+        made.append(
+            (Message(role="assistant", content=content, tool_calls=calls[:] or None, reasoning_content=thought), where)
+        )
+        for some in (texts, thoughts, calls):
+            some.clear()
+
     for i, block in enumerate(turn.content):
         place = f"{where}.content[{i}]"
         match block.type:
-            case "tool_use":
+            case "tool_use" | "server_tool_use" | "mcp_tool_use":
                 for name in ("id", "name", "input"):
                     if getattr(block, name) is UNSET:
                         raise missing_field(f"{place}.{name}")
                 called = CalledFunction(name=str(block.name), arguments=dict(block.input or {}))
-                calls.append(ToolCall(id=str(block.id), function=called))
+                if has_calls or block.type == "tool_use":
+                    calls.append(ToolCall(id=str(block.id), function=called))
+            case kind if kind.endswith("_tool_result"):
+                if has_calls:
+                    flush()
+                    made.append(
+                        (Message(role="tool", content=_found(block), tool_call_id=block.tool_use_id or None), place)
+                    )
             case "thinking":
                 if block.thinking is UNSET:
                     raise missing_field(f"{place}.thinking")
@@ -333,9 +362,20 @@ def _assistant(turn: Turn, where: str) -> Message:
                 pass
             case _:
                 texts.append(_block_text(block, place))
-    content = "\n".join(texts) if texts else None
-    thought = "\n".join(thoughts) or None
-    return Message(role="assistant", content=content, tool_calls=calls or None, reasoning_content=thought)
+    if texts or thoughts or calls or not made:
+        flush()
+    return made
+
+
+def _found(block: Block) -> str:
+    """What a server tool's result has that can be read: Anthropic encrypts the rest."""
+    inner = block.content
+    if isinstance(inner, str):
+        return inner
+    told = [getattr(block, name) for name in ("title", "url", "text", "stdout", "stderr", "error_code")]
+    parts = [one for one in told if isinstance(one, str)]
+    parts += [_found(one) for one in (inner if isinstance(inner, list) else [inner]) if one is not None]
+    return "\n".join(filter(None, parts))
 
 
 # Answers.

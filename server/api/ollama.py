@@ -18,12 +18,13 @@ from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode, parse_object
 from server.api.fields import (
     ChatPrompt,
+    ClampedFields,
     DefaultsOf,
     GenerationCall,
     GenerationDefaults,
     MaxTokens,
     Message,
-    SamplingFields,
+    NumLikely,
     TextPrompt,
     chat_prompt,
     generation_call,
@@ -72,7 +73,7 @@ class NothingAsked(InvalidRequest):
         self.model, self.is_chat, self.keep_alive = model, is_chat, keep_alive
 
 
-class OllamaFields(SamplingFields, frozen=True, kw_only=True):
+class OllamaFields(ClampedFields, frozen=True, kw_only=True):
     """Of both; `options` lie beside them by then."""
 
     max_tokens: MaxTokens | None = None
@@ -80,7 +81,7 @@ class OllamaFields(SamplingFields, frozen=True, kw_only=True):
     think: bool | str | None = None
     keep_alive: str | float | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLikely | None = None
 
 
 class ChatBody(OllamaFields, frozen=True, kw_only=True):

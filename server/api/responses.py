@@ -19,6 +19,7 @@ from server.api.fields import (
     GenerationCall,
     MaxTokens,
     Message,
+    NumLikely,
     SamplingFields,
     chat_prompt,
     check_range,
@@ -83,7 +84,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLikely | None = None
     include: list[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
@@ -324,7 +325,17 @@ class ResponseStream:
     Without tools and thoughts there is one message item with one text part, and its place is known from the start.
     """
 
-    __slots__ = ("_call", "_context", "_head", "_items", "_logprobs", "_num_events", "_parser", "_reason")
+    __slots__ = (
+        "_before_end",
+        "_call",
+        "_context",
+        "_head",
+        "_items",
+        "_logprobs",
+        "_num_events",
+        "_parser",
+        "_reason",
+    )
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._call = call
@@ -332,6 +343,7 @@ class ResponseStream:
         self._items = _Items(context)
         self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._num_events = 0  # written: the next sequence_number
+        self._before_end: tuple[int, int] | None = None  # events and items, before its end was composed
         self._reason: FinishReason | None = None
         self._head = b"" if self._parser is not None else self._text_head(self._items.open())
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not written yet
@@ -369,6 +381,7 @@ class ResponseStream:
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         reason = self._reason or FinishReason.STOP
+        self._before_end = self._num_events, len(self._items.items)
         events = b"" if self._items.items else self._opened(Text)
         events += self._closed(_item_status(reason))
         output = self._items.documents(_item_status(reason))
@@ -376,7 +389,10 @@ class ResponseStream:
         return events + self._event(f"response.{response['status']}", {"response": response})
 
     def error(self, error: ServiceError) -> bytes:
-        """Closes the item with the text so far, and fails the response."""
+        """Closes the item with the text so far, and fails the response, whose end may have been composed in vain."""
+        if self._before_end is not None:
+            self._num_events, num_items = self._before_end
+            del self._items.items[num_items:]
         events = self._closed("incomplete")
         response = _response(self._call, self._context, "failed") | {
             "error": {

@@ -1,19 +1,27 @@
 """What pages of other origins may do: CORS with its preflights, and nothing of an operator's. Thread: loop.
 
-Source: the Fetch standard, HTTP-CORS protocol. Credentials mode is not allowed: no key comes in a cookie.
+Sources: the Fetch standard, HTTP-CORS protocol; W3C Fetch Metadata. Credentials mode is not allowed: no key comes in a
+cookie.
 """
 
 import re
 from urllib.parse import urlsplit
 
+from core.errors import ErrorKind, ServiceError
 from server.values import BadValueError
 from server.wire.messages import Headers, HttpRequest, Peer
 
 ANY_ORIGIN = "*"
 METHODS = b"GET, POST, DELETE"
 MAX_AGE_S = b"7200"  # Chromium's maximum
+_READS = frozenset(("GET", "HEAD", "OPTIONS"))
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _FORWARDING = re.compile(rb"forwarded|via|x-forwarded-.*|x-real-ip|(?:true|x|x-cluster|cf-connecting)-(?:client-)?ip")
+# Addresses, and names that nobody can register: RFC 6761, 6762, 8375, and ICANN's of 2018 and 2024
+_PRIVATE_HOST = re.compile(
+    rb"(?:\d{1,3}(?:\.\d{1,3}){3}|\[[\da-f:.]+\]|[^.:]*|.+\.(?:localhost|local|internal|home\.arpa|lan|home|corp))(?::\d{1,5})?",
+    re.IGNORECASE,
+)
 _LOOPBACK_HOST = re.compile(rb"(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
 
 
@@ -44,6 +52,7 @@ class CrossOrigin:
     def __init__(self, origins: tuple[str, ...] = ()) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)
         self._allows_any = ANY_ORIGIN in origins
+        self._hosts = frozenset(origin.partition("//")[2].encode() for origin in origins)
 
     def headers(self, request: HttpRequest) -> Headers:
         """For every answer to the request."""
@@ -67,6 +76,47 @@ class CrossOrigin:
         named = request.header(b"access-control-request-headers")
         allowed = () if named is None else ((b"access-control-allow-headers", named),)  # * excludes authorization
         return ((b"access-control-allow-methods", METHODS), *allowed, (b"access-control-max-age", MAX_AGE_S))
+
+    def check_page(self, request: HttpRequest) -> None:
+        """Refuse pages of others a request that bears no key, and that any page could therefore send.
+
+        Raises:
+            ServiceError (permission): it changes something for a page of another origin; or a browser took the server
+                for a public name that leads here (DNS rebinding).
+        """
+        origin, host = request.header(b"origin"), request.header(b"host") or b""
+        if self._allows_any or origin in self._origins or not _is_pages(origin):
+            return
+        site = request.header(
+            b"sec-fetch-site"
+        )  # only where the page's origin is HTTPS or loopback: it is no rebound one
+        if site is not None:
+            is_allowed = site in (b"same-origin", b"none") or request.method in _READS
+        elif origin is None:
+            # Of what pages can read, browsers tell no origin. Node tells a language, too, and always the mode
+            is_browsers = request.header(b"accept-language") is not None and request.header(b"sec-fetch-mode") is None
+            is_allowed = not is_browsers or self._is_known(host)
+        elif origin == b"http://" + host:
+            is_allowed = self._is_known(host)
+        else:
+            is_allowed = origin == b"https://" + host or request.method in _READS
+        if not is_allowed:
+            told = (origin or b"http://" + host).decode("ascii", "replace")
+            remedy = ANY_ORIGIN if origin == b"null" else told
+            message = (
+                f"A page of {told} may not ask this server without a key. If it is to, the operator says "
+                f"--cors-origin {remedy} (docs/deploy.md)."
+            )
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
+
+    def _is_known(self, host: bytes) -> bool:
+        """Nobody else's name leads here by it."""
+        return host in self._hosts or _PRIVATE_HOST.fullmatch(host) is not None
+
+
+def _is_pages(origin: bytes | None) -> bool:
+    """Not of an app or an extension: no page has an origin of their schemes."""
+    return origin is None or origin == b"null" or origin.startswith((b"http://", b"https://"))
 
 
 def is_operators(request: HttpRequest, peer: Peer, trusts_proxies: bool) -> bool:

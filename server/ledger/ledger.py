@@ -26,13 +26,13 @@ from server.ledger.store import (
     Checkpoint,
     Forget,
     Keep,
+    KeepResponse,
     LedgerRow,
     Probe,
     Prune,
     Reserve,
     RowState,
     Settle,
-    StoredAnswer,
     Withdraw,
     Write,
 )
@@ -41,6 +41,8 @@ from server.ledger.usage import Prices
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Kept = Keep | KeepResponse
+Place = tuple[type[Kept], str, str]  # of what is kept: its kind, tenant, and key or id
 
 CHECKPOINT_S = 5.0
 PROBE_S = 1.0  # while the database takes no writes
@@ -54,6 +56,12 @@ SHUTDOWN = "shutdown"
 
 def _ignore(is_durable: bool) -> None:
     pass
+
+
+def _place_of(kept: Kept) -> Place:
+    if isinstance(kept, Keep):
+        return Keep, kept.answer.tenant, kept.answer.key
+    return KeepResponse, kept.response.tenant, kept.response.id
 
 
 class End(NamedTuple):
@@ -95,6 +103,7 @@ class Entry:
         progress: returns its usage so far: prompts that are being answered, and tokens of their answers.
         end: how it ended, once it has.
         is_again: see Reserve.
+        compose: makes the response that is kept with its end, if one is.
     """
 
     ledger: "Ledger"
@@ -103,6 +112,7 @@ class Entry:
     progress: Callable[[], Usage] | None = None
     end: End | None = None
     is_again: bool = False
+    compose: Callable[[], KeepResponse | None] | None = None
     state: EntryState = EntryState.OPEN
     _on_settled: Callable[[bool], None] = _ignore
 
@@ -148,8 +158,11 @@ class Entry:
                 self._write_end(self.end)
 
     def _write_end(self, end: End) -> None:
+        write = self._write_of(end)
+        if self.compose is not None and isinstance(write, Settle):
+            write = Settle(write.row, _made_or_none(self, self.compose))
         self.ledger.entries.pop(self, None)
-        self.ledger.write(self._write_of(end), self._note_settled)
+        self.ledger.write(write, self._note_settled)
 
     def _write_of(self, end: End) -> Settle | Withdraw:
         return Withdraw(self.row.request_id) if end.is_refused else Settle(self._settled(end))
@@ -162,7 +175,7 @@ class Entry:
 
     def _let_go(self) -> None:
         """Drop what refers back to the request, so that what it ran with is freed without the garbage collector."""
-        self.progress, self._on_settled = None, _ignore
+        self.progress, self.compose, self._on_settled = None, None, _ignore
 
     def running_row(self) -> LedgerRow:
         """As far as it has come."""
@@ -215,6 +228,7 @@ class Ledger:
         fault: why the database takes no writes; None: it does.
         disk: at the last write.
         entries: reserved and not settled.
+        unkept: answers and responses that are not known to be in the database: they are written until they are.
     """
 
     def __init__(
@@ -238,7 +252,7 @@ class Ledger:
         self._loop = loop
         self._keep_s = keep_s
         self._committed_s = loop.time()
-        self._unkept: dict[tuple[str, str], StoredAnswer] = {}  # by tenant and key: not known to be durable yet
+        self.unkept: dict[Place, Kept] = {}
         self._num_pending = 0  # writes
         self._pending_since_s: float | None = None  # without word of any of them
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by what they call
@@ -285,15 +299,10 @@ class Ledger:
         self.entries[entry] = None
         self._later(CHECKPOINT_S, self._checkpoint)
 
-    def keep(self, answer: StoredAnswer) -> None:
-        """Store an answer under its Idempotency-Key: now, or when the database takes writes again."""
-        self._unkept[answer.tenant, answer.key] = answer
-        self._write_answer(answer)
-
     def forget(self, keys: tuple[tuple[str, str], ...]) -> None:
         """Delete stored answers, by tenant and key."""
         for key in keys:
-            self._unkept.pop(key, None)
+            self.unkept.pop((Keep, *key), None)
         self.write(Forget(keys))
 
     def close(self) -> None:
@@ -310,7 +319,16 @@ class Ledger:
         self._writer.close()
 
     def write(self, write: Write, tell: Callable[[bool], None] = _ignore) -> None:
+        """What it keeps is stored now, or when the database takes writes again."""
+        kept = write.kept if isinstance(write, Settle) else write if isinstance(write, Kept) else None
+        if kept is not None:
+            self.unkept[_place_of(kept)] = kept
+
         def on_written(is_durable: bool, written: Written) -> None:
+            # Without a fault, what the database has not taken it will not take the next time either
+            is_over = written.fault is None or (isinstance(write, Settle) and not is_durable)
+            if kept is not None and is_over and self.unkept.get(_place_of(kept)) is kept:
+                del self.unkept[_place_of(kept)]
             self._num_pending -= 1
             self._pending_since_s = self._loop.time() if self._num_pending else None
             try:
@@ -337,18 +355,9 @@ class Ledger:
             self._later(PROBE_S, self._probe)
         self.fault = written.fault
 
-    def _write_answer(self, answer: StoredAnswer) -> None:
-        def on_written(is_durable: bool) -> None:
-            place = answer.tenant, answer.key
-            # Without a fault, the database will not take it the next time either
-            if (is_durable or self.fault is None) and self._unkept.get(place) is answer:
-                del self._unkept[place]
-
-        self.write(Keep(answer), on_written)
-
     def _write_unkept(self) -> None:
-        for answer in list(self._unkept.values()):
-            self._write_answer(answer)
+        for kept in list(self.unkept.values()):
+            self.write(kept)
 
     # What is done now and then: one timer for each.
 

@@ -1,7 +1,7 @@
 """Stored responses: what previous_response_id goes on from, and what GET and DELETE name. Thread: loop; reads: any.
 
 They are in the ledger's database, each with the items of its own input and the id of the one before it; a tenant sees
-its own alone. One is written with the first commit after its answer's end, and read from memory until then.
+its own alone. One is written with the row that its request has in the ledger, and its client then hears of its end.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import msgspec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.api.decoding import page_behind, parse_object
 from server.api.replies import list_reply
-from server.ledger.ledger import Ledger, unavailable
+from server.ledger.ledger import Kept, Ledger, Place, unavailable
 from server.ledger.store import BUSY_MS, MICRO, ForgetResponse, KeepResponse, StoredResponse
 from server.wire import sse
 
@@ -73,7 +73,6 @@ class Responses:
         self._most_bytes = most_bytes
         self._most_history_bytes = most_history_bytes
         self._offload = offload
-        self._unwritten: dict[tuple[str, str], StoredResponse] = {}  # by tenant and id
 
     def now_us(self) -> int:
         return self._ledger.now_us()
@@ -98,7 +97,7 @@ class Responses:
             ServiceError: one of them is not stored, or they are too long.
         """
         since_us = self._ledger.now_us() - round(self._ledger.keep_responses_s * MICRO)
-        known, most_bytes = dict(self._unwritten), self._most_history_bytes
+        known, most_bytes = dict(self._ledger.unkept), self._most_history_bytes
         chain = await self._offload(
             lambda: _read(self._ledger.path, tenant, response_id, since_us, known, most, most_bytes)
         )
@@ -110,16 +109,8 @@ class Responses:
             raise InvalidRequest(message, param, "context_length_exceeded")
         return chain.found[::-1]
 
-    def keep(self, response: StoredResponse) -> None:
-        key = response.tenant, response.id
-
-        def on_written(is_durable: bool) -> None:
-            self._unwritten.pop(key, None)
-            if not is_durable:
-                logger.error("the response %s is not stored: the ledger takes no writes", response.id)
-
-        self._unwritten[key] = response
-        self._ledger.write(KeepResponse(response, self._most_bytes), on_written)
+    def keeping(self, response: StoredResponse) -> KeepResponse:
+        return KeepResponse(response, self._most_bytes)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """
@@ -128,7 +119,7 @@ class Responses:
         """
         self._ledger.check()
         await self.find(tenant, response_id)
-        self._unwritten.pop((tenant, response_id), None)
+        self._ledger.unkept.pop((KeepResponse, tenant, response_id), None)
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def on_written(is_durable: bool) -> None:
@@ -145,7 +136,7 @@ def _read(
     tenant: str,
     response_id: str,
     since_us: int,
-    known: Mapping[tuple[str, str], StoredResponse],
+    known: Mapping[Place, Kept],
     most: int,
     most_bytes: int,
 ) -> _Chain:
@@ -154,8 +145,10 @@ def _read(
     uri = f"{path.absolute().as_uri()}?mode=ro"
     with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_MS / 1000)) as database:
         while next_id is not None and len(found) < most:
-            one = known.get((tenant, next_id))
-            if one is None:
+            kept = known.get((KeepResponse, tenant, next_id))
+            if isinstance(kept, KeepResponse):
+                one = kept.response
+            else:
                 row = database.execute(_SELECT, (tenant, next_id, since_us)).fetchone()
                 if row is None:
                     return _Chain(found, next_id)
@@ -251,14 +244,14 @@ class Turn:
         place = int(found[1]) - self.num_before
         return "previous_response_id" if place < 0 else f"input[{place}]{param[found.end() :]}"
 
-    def end(self, last: bytes) -> None:
-        """Store the response.
+    def end(self, last: bytes) -> KeepResponse | None:
+        """What stores the response; None: it is not stored.
 
         Args:
-            last: what ended the answer: the whole document, or a stream's last events.
+            last: what ends the answer: the whole document, or a stream's last events.
         """
         if self._own_items is None:
-            return
+            return None
         try:
             document = _document_of(last)
             facts = msgspec.json.decode(document, type=_Facts)
@@ -267,7 +260,7 @@ class Turn:
                 document = sse.json_line(told)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:  # as another server wrote it
             logger.error("a response cannot be stored: %s", error)
-            return
+            return None
         response = StoredResponse(
             tenant=self.tenant,
             id=facts.id,
@@ -276,7 +269,7 @@ class Turn:
             input=self._own_items,
             document=document,
         )
-        self.store.keep(response)
+        return self.store.keeping(response)
 
 
 def _is_reference(item: Any) -> bool:

@@ -144,9 +144,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """A request has ended. Only an Amend changes a settled row."""
+    """A request has ended. Only an Amend changes a settled row.
+
+    Args:
+        kept: its response, in the same transaction; a spilled row goes without.
+    """
 
     row: LedgerRow
+    kept: "KeepResponse | None" = None
 
 
 class Amend(msgspec.Struct, frozen=True):
@@ -363,7 +368,8 @@ class LedgerStore:
     def commit(self, writes: Sequence[Write]) -> None:
         """Write all of it durably; or none, and raise sqlite3.Error."""
         # A lone statement is a transaction by itself: two calls less that give up the GIL and wait for it
-        is_statement = len(writes) == 1 and isinstance(writes[0], Reserve | Settle)
+        first = writes[0] if len(writes) == 1 else None
+        is_statement = isinstance(first, Reserve) or (isinstance(first, Settle) and first.kept is None)
         with contextlib.nullcontext() if is_statement else transaction(self._database):
             for write in writes:
                 self._apply(write)
@@ -428,8 +434,10 @@ class LedgerStore:
         match write:
             case Reserve(row, is_again):
                 execute(_RESERVE_AGAIN if is_again else _INSERT, msgspec.structs.astuple(row))
-            case Settle(row):
+            case Settle(row, kept):
                 execute(_SETTLE, msgspec.structs.astuple(row))
+                if kept is not None:
+                    self._keep_response(kept.response, kept.most_bytes)
             case Amend(row):
                 execute(_AMEND, (row.finish_reason, row.status, row.error_code, row.request_id))
             case Withdraw(request_id):
@@ -475,7 +483,7 @@ class LedgerStore:
 def _weight(write: Write) -> int:
     """Room in the write-ahead log, in rows of a request."""
     match write:
-        case Keep(stored) | KeepResponse(stored):
+        case Keep(stored) | KeepResponse(stored) | Settle(_, KeepResponse(stored)):
             return 1 + stored.size_bytes // PAGE_BYTES
         case Checkpoint(many) | Forget(many):
             return len(many)

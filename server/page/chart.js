@@ -1,9 +1,12 @@
-// Lines over an hour, and bars of a waterfall, as SVG. Colours are the style sheet's.
+// Lines over an hour, by uPlot, and bars of a waterfall, as SVG. Colours are the style sheet's.
 
-import { emptyRow, tell, time } from "/dashboard/elements.js";
+import { size as bytes, colour, emptyRow, made, tell, time } from "/dashboard/elements.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 360, HEIGHT = 60, HOUR_S = 3600, LEAST_S = 300;
+const HOUR_S = 3600, LEAST_S = 300; // a young server's first minutes fill the width
+const POWERS = Array.from({ length: 50 }, (_, i) => 2 ** i);
+const MOUSE = ["mousedown", "mouseup", "click", "dblclick", "mousemove", "mouseleave", "mouseenter"];
+const MOST_APART_S = 15; // two points with the server there all the time
 
 /**
  * @param {string} name
@@ -11,57 +14,86 @@ const WIDTH = 360, HEIGHT = 60, HOUR_S = 3600, LEAST_S = 300;
  * @returns {SVGElement}
  */
 export function element(name, attributes) {
-  const made = /** @type {SVGElement} */ (document.createElementNS(SVG, name));
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, String(value));
-  return made;
+  const found = /** @type {SVGElement} */ (document.createElementNS(SVG, name));
+  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, String(value));
+  return found;
 }
 
-/**
- * A path through the points; it is broken where a value is missing, or where the server was not there.
- * @param {(number | null)[]} times seconds
- * @param {(number | null)[]} values
- * @param {number} end the right edge, in seconds
- * @param {number} span of the whole width, in seconds
- * @param {number} most the upper edge
- * @returns {string}
- */
-function pathOf(times, values, end, span, most) {
-  let path = "", last = -Infinity;
-  times.forEach((at, i) => {
-    const value = values[i];
-    if (at === null || value === null || value === undefined ) return;
-    const x = WIDTH * (1 - (end - at) / span), y = HEIGHT - 2 - (HEIGHT - 4) * value / most;
-    path += `${at - last > 15 ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`;
-    if (at - last > 15) path += "h.6"; // so that one point alone is seen
-    last = at;
-  });
-  return path;
-}
-
+/** Lines over an hour, by uPlot, with axes. What is at the pointer is told by `point`. */
 export class Chart {
-  /** @param {string} label what it shows, for those who do not see it */
-  constructor(label) {
+  /** @type {uPlot | null} */
+  plot = null;
+  /** @type {uPlot.AlignedData} */
+  data = [[]];
+
+  /**
+   * @param {string} label what it shows, for those who do not see it
+   * @param {number} numLines one or two
+   * @param {(value: number) => string} format
+   * @param {(at: number | null) => void} point is given the index at the pointer; null: it has left
+   */
+  constructor(label, numLines, format, point) {
     this.label = label;
-    this.svg = element("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
-    this.svg.append(element("path", { class: "axis", d: `M0 ${HEIGHT - 1}H${WIDTH}` }));
-    this.lines = ["first", "second"].map((name) => element("path", { class: name }));
-    this.svg.append(...this.lines);
+    this.numLines = numLines;
+    this.format = format;
+    this.point = point;
+    this.box = made("div", "", "chart");
+    this.box.setAttribute("role", "img");
+    new ResizeObserver(() => this.fit()).observe(this.box);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.plot?.redraw());
+  }
+
+  /** As large as its box; made once this is seen. */
+  fit() {
+    const size = { width: this.box.clientWidth, height: this.box.clientHeight };
+    if (!size.width) return;
+    if (this.plot) this.plot.setSize(size);
+    else {
+      const { over } = (this.plot = new uPlot(this.options(size), this.data, this.box));
+      over.addEventListener("pointermove", (event) => this.point(this.plot?.posToIdx(event.offsetX) ?? null));
+      over.addEventListener("pointerleave", () => this.point(null));
+    }
+  }
+
+  /** @param {{width: number, height: number}} size @returns {uPlot.Options} */
+  options(size) {
+    const axis = { stroke: () => colour("--quiet"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false }, font: "10px system-ui", gap: 4 };
+    const lines = ["--first", "--second"].slice(0, this.numLines).map((name, i) => ({ stroke: () => colour(name), width: 1.5, dash: i ? [4, 2] : [], gaps: gapsOf }));
+    return {
+      ...size, padding: [8, 8, 0, 0], legend: { show: false }, series: [{}, ...lines],
+      cursor: { y: false, bind: Object.fromEntries(MOUSE.map((name) => [name, () => null])) }, // it is where mark() sets it
+      scales: { x: { range: (_, first, last) => [Math.max(last - HOUR_S, Math.min(first, last - LEAST_S)), last] }, y: { range: (_, _least, most) => [0, 1.05 * most || 1] } },
+      axes: [
+        { ...axis, size: 20, space: 60, values: (_, all) => all.map((at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
+        { ...axis, size: 52, space: 26, ...(this.format === bytes ? { incrs: POWERS } : {}), values: (_, all) => all.map(this.format) },
+      ],
+    };
   }
 
   /**
    * @param {(number | null)[]} times
-   * @param {(number | null)[][]} columns one or two
-   * @param {(value: number) => string} format
+   * @param {(number | null)[][]} columns
    */
-  draw(times, columns, format) {
-    const end = times.at(-1) ?? 0, first = times[0] ?? 0;
-    const span = Math.min(HOUR_S, Math.max(LEAST_S, end - first)); // a young server's first minutes fill the width
-    const known = columns.flat().filter((one) => one !== null);
-    const most = known.reduce((a, b) => Math.max(a, b), 0);
-    columns.forEach((values, i) => this.lines[i].setAttribute("d", pathOf(times, values, end, span, most || 1)));
-    this.svg.setAttribute("aria-label", `${this.label} in the last hour: ${known.length ? `at most ${format(most)}` : "nothing measured"}`);
+  draw(times, columns) {
+    this.data = /** @type {uPlot.AlignedData} */ ([times, ...columns]);
+    this.plot?.setData(this.data);
+    const known = columns.flat().filter((one) => one !== null), most = known.reduce((a, b) => Math.max(a, b), 0);
+    this.box.setAttribute("aria-label", `${this.label} in the last hour: ${known.length ? `at most ${this.format(most)}` : "nothing measured"}`);
+  }
+
+  /** Mark a point of all. @param {number | null} at */
+  mark(at) {
+    const left = at === null || !this.plot ? -10 : this.plot.valToPos(this.data[0][at], "x");
+    this.plot?.setCursor({ left, top: left < 0 ? -10 : 0 }, false);
   }
 }
+
+/** Where a value is missing, or the server was not there. @type {uPlot.Series.GapsRefiner} */
+const gapsOf = (plot, _, first, last, gaps) => {
+  const [times] = plot.data, at = (/** @type {number} */ i) => Math.round(plot.valToPos(times[i], "x", true));
+  for (let i = first + 1; i <= last; i++) if (times[i] - times[i - 1] > MOST_APART_S) gaps.push([at(i - 1), at(i)]);
+  return gaps.sort(([a], [b]) => a - b);
+};
 
 /**
  * One stage of a waterfall.

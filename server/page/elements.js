@@ -13,6 +13,9 @@ export function made(tag, text, name = "") {
   return element;
 }
 
+/** @param {string} name of a colour in the style sheet */
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+
 /** Change the text only where it differs: nothing is laid out or read out again. @param {Node} element @param {string} text */
 export function tell(element, text) {
   if (element.textContent !== text) element.textContent = text;

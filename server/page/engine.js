@@ -1,13 +1,12 @@
 // The step loop and the KV blocks, each on one canvas. What is under the pointer, or chosen by the arrow keys, is told in words.
 
+import { colour } from "/dashboard/elements.js";
+
 /** @typedef {[number, number, number, number, number | null]} Step at, prompt tokens, own tokens, ms, predicted ms */
 /** @typedef {{cells: string, host_cells: string, num_host_slots: number, owners: [number, string][]}} BlockMap */
 
 const MAX_STEPS = 1024, STEP_PX = 5, OWNER_BIT = 3, LEAST_CELL = 4, MOST_CELL = 14;
 export const STATES = ["free", "cached", "used", "shared", "paused", "offloaded"];
-
-/** @param {string} name of a colour in the style sheet */
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 
 /** @param {string} coded base64 of little-endian uint16 */
 function cellsOf(coded) {

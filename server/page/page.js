@@ -53,25 +53,55 @@ const PROMISES = {
 };
 
 const tiles = TILES.map(([title, named, format]) => {
-  const item = made("li", ""), line = made("p", ""), chart = new Chart(title);
+  const item = made("li", ""), line = made("p", ""), chart = new Chart(title, named.length, format, lookBack);
   const values = named.map(([, label], i) => {
     const value = document.createTextNode("–"), part = made("span", "", i ? "second" : "first");
     part.append(value, made("span", label && ` ${label}`));
     line.append(part);
     return value;
   });
-  item.append(made("h3", title), line, chart.svg);
+  item.append(made("h3", title), line, chart.box);
   $("tiles").append(item);
-  return { named, format, values, chart };
+  return { title, named, format, values, chart };
 });
 
 function drawCharts() {
   const times = points.map((row) => row[0]);
-  for (const { named, chart, format } of tiles) {
+  for (const { named, chart } of tiles) {
     const at = named.map(([name]) => columns.indexOf(name));
-    chart.draw(times, at.map((column) => points.map((row) => row[column])), format);
+    chart.draw(times, at.map((column) => points.map((row) => row[column])));
   }
+  $("moment").max = String(Math.max(0, points.length - 1));
+  lookBack(seen === null ? null : points.indexOf(seen));
 }
+
+/** @type {(number | null)[] | null} */
+let seen = null; // the point that is looked at; null: now
+/** @type {(number | null)[]} */
+let now = [];
+
+/** Show what was at a point of the hour. @param {number | null} at null or beyond: now */
+function lookBack(at) {
+  seen = points[at ?? -1] ?? null;
+  for (const { chart } of tiles) chart.mark(seen && at);
+  $("moment").value = String(seen ? at : points.length);
+  showValues();
+}
+
+function showValues() {
+  const when = seen ? new Date(Number(seen[0]) * 1000).toLocaleTimeString() : "now", row = seen ?? now, told = [when];
+  for (const { named, title, format, values } of tiles) {
+    named.forEach(([name, label], i) => {
+      const text = known(row[columns.indexOf(name)], format);
+      tell(values[i], text);
+      told.push(`${title}${label && `, ${label}`}: ${text}`);
+    });
+  }
+  tell($("seen"), when);
+  $("moment").setAttribute("aria-valuetext", told.join("; "));
+}
+$("moment").addEventListener("input", () => lookBack(Number($("moment").value)));
+$("moment").addEventListener("blur", () => lookBack(null));
 
 /** @param {Row} row */
 function opener(row) {
@@ -192,9 +222,8 @@ function show(frame) {
   ended = frame.ended.reverse().concat(ended).slice(0, MAX_ENDED);
   tell($("about"), [frame.model, frame.version].filter(Boolean).join(" · "));
   tell($("state"), frame.state);
-  for (const { named, format, values } of tiles) {
-    named.forEach(([name], i) => tell(values[i], known(frame.now[columns.indexOf(name)], format)));
-  }
+  now = frame.now;
+  if (!seen) showValues();
   $("devices").hidden = !frame.devices.length;
   fill($("devices").querySelector("tbody"), frame.devices, () => emptyRow(3, [1, 2]), updateDevice, "None.");
   $("promises").hidden = !frame.promises.length;

@@ -164,16 +164,18 @@ const SWITCHES = {
   second_replica: ["A second replica", "With it, every second request goes to another server of the same speed."],
   cancel: ["Clients who leave", "With it, every second client leaves after a while. What they held is free at once; the measures are those of the others."],
   slow_client: ["Clients who read slowly", "With it, every second client stops reading after a while, for as long. Their requests pause; the measures are those of the others."],
+  overload: ["Refusals under overload", "Clients leave whose first token has not come in time, and more come than the server can do. Without it, all are let in: time goes into prompts whose clients will leave. With it, who would be late is refused at once, by the server's own admission."],
 };
 /** @type {[string, string, number][]} the field, its label, and what it begins with */
 const NUMBERS = [
   ["num_requests", "Requests", 16], ["gap_ms", "Between two, ms", 20], ["prompt_tokens", "Tokens of a prompt", 256], ["answer_tokens", "Tokens of the longest answer", 48],
-  ["num_slots", "Requests that run together", 8], ["step_ms", "A step, ms", 10], ["token_ms", "Each of its tokens, ms more", 0.1], ["after_ms", "Clients act after, ms", 200],
+  ["num_slots", "Requests that run together", 8], ["step_ms", "A step, ms", 10], ["token_ms", "Each of its tokens, ms more", 0.1], ["after_ms", "Clients act, or have patience, ms", 200],
 ];
 /** @type {[string, string, (value: number) => string][]} */
 const OUTCOMES = [
   ["mean_first_token_ms", "First token, mean", time], ["p95_gap_ms", "Between tokens, p95", time], ["longest_gap_ms", "Between tokens, longest", time], ["whole_ms", "All requests", time],
   ["num_tokens", "Tokens answered", whole], ["num_cached_tokens", "Prompt tokens found in the cache", whole], ["num_steps", "Steps", whole],
+  ["num_late", "Clients who left before their first token", whole], ["num_refused", "Requests refused at once", whole],
 ];
 
 /** @param {string} title @param {any} outcome @param {number} end */
@@ -181,7 +183,8 @@ function figureOf(title, outcome, end) {
   const rows = outcome.requests, figure = made("figure", "");
   const svg = element("svg", { class: "run", viewBox: `0 0 400 ${6 * rows.length}`, role: "img", "aria-label": `${title}: ${rows.length} requests in ${time(outcome.whole_ms)}` });
   rows.forEach((/** @type {[number, number | null, number]} */ [arrival, first, last], /** @type {number} */ i) => {
-    const begun = first ?? last, parts = [["waits", arrival, begun], ["answers", begun, last]];
+    const begun = first ?? last, isRefused = first === null && arrival === last;
+    const parts = isRefused ? [["refused", arrival, Number(arrival) + end / 100]] : [["waits", arrival, begun], ["answers", begun, last]];
     for (const [name, from, to] of parts) svg.append(element("rect", { class: name, x: (400 * Number(from)) / end, y: 6 * i, width: (400 * (Number(to) - Number(from))) / end, height: 5 }));
   });
   figure.append(made("figcaption", title), svg);
@@ -211,9 +214,9 @@ function switches(ask) {
     if (!answer?.ok) return tell($("simulate-told"), answer ? await refusal(answer) : "The server does not answer.");
     const { off, on } = await answer.json(), end = Math.max(off.whole_ms, on.whole_ms);
     explain();
-    $("outcomes").replaceChildren(...OUTCOMES.map(([name, words, format]) => {
+    $("outcomes").replaceChildren(...OUTCOMES.filter(([name]) => off[name] || on[name]).map(([name, words, format]) => {
       const line = emptyRow(3, [1, 2]);
-      [words, format(off[name]), format(on[name])].forEach((text, i) => tell(line.cells[i], text));
+      [words, known(off[name], format), known(on[name], format)].forEach((text, i) => tell(line.cells[i], text));
       return line;
     }));
     $("runs").replaceChildren(figureOf("Without", off, end), figureOf("With", on, end));

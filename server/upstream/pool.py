@@ -38,7 +38,7 @@ from server.wire.tls import no_password
 logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 1.0
-PROBE_S = 2.0  # for its answer
+PROBE_S = 1.0  # for its answer, once it is connected: one that hangs is out after NUM_FAILURES of them
 PROBE_BYTES = 64 * 1024
 NUM_FAILURES, NUM_SUCCESSES = 3, 2
 MAX_CAUSES = 8  # that are told of one that is out: one that hangs has two in turn
@@ -283,13 +283,21 @@ class Slot:
 
     def leave(self) -> None:
         """The answer is over, or nobody wants it. Idempotent."""
+        self.granted.cancel()
         self.pool.release(self)
 
 
-class Pool:
-    """A model's upstreams. Raises StartupError: a file that the settings name cannot be used."""
+class Access(NamedTuple):
+    """What a model's upstreams are asked with."""
 
-    def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
+    fields: tuple[tuple[bytes, bytes], ...] = ()  # the key
+    tls: ssl.SSLContext | None = None  # None: no upstream has TLS
+
+
+class Pool:
+    """A model's upstreams."""
+
+    def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop, access: Access) -> None:
         self.settings = settings
         self._loop = loop
         self._protocols = PROTOCOLS[settings.protocol]
@@ -301,7 +309,7 @@ class Pool:
         self._is_leaving = False
         self._told_s = -math.inf  # that none takes requests
         self.upstreams: tuple[Upstream, ...] = ()
-        self.take(settings)
+        self.take(settings, access)
 
     def can_take(self, settings: ModelSettings) -> bool:
         """It has other upstreams at most."""
@@ -309,16 +317,12 @@ class Pool:
         is_alike = all(getattr(settings, one) == getattr(self.settings, one) for one in fields)
         return is_alike and settings.has_tls == self.settings.has_tls
 
-    def take(self, settings: ModelSettings) -> None:
-        """Take the upstreams, the key and the TLS files of an entry that `can_take`, for new connections.
+    def take(self, settings: ModelSettings, access: Access) -> None:
+        """Take the upstreams of an entry that `can_take`, and the access to them for new connections.
 
         An upstream that is gone ends with its requests.
-
-        Raises:
-            StartupError: a file cannot be used.
         """
-        key, tls = settings.api_key(), tls_towards(settings)
-        self._fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
+        self._fields, tls = access
         known = {one.url: one for one in self.upstreams}
         self.settings = settings
         self.upstreams = tuple(known.get(one.url) or self._upstream(one, tls) for one in settings.upstreams)
@@ -417,6 +421,7 @@ class Pool:
         """Why it is not well; None: it is."""
         path = self.settings.health
         try:
+            await upstream.connection()  # within its own limit
             async with asyncio.timeout(PROBE_S):
                 head, _ = await self.ask(upstream, path, PROBE_BYTES)
         except TimeoutError:
@@ -441,24 +446,18 @@ class Pool:
         except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
             logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
 
-    def request(
-        self,
-        upstream: Upstream,
-        method: bytes,
-        path: bytes,
-        fields: tuple[tuple[bytes, bytes], ...] = (),
-        body: bytes = b"",
-    ) -> Outgoing:
-        return Outgoing(method, upstream.address.prefix.encode() + path, (*self._fields, *fields), body)
+    def addressed(self, outgoing: Outgoing, upstream: Upstream) -> Outgoing:
+        path = upstream.address.prefix.encode() + outgoing.path
+        return outgoing._replace(path=path, fields=(*self._fields, *outgoing.fields))
 
     async def ask(
         self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None
     ) -> tuple[AnswerHead, bytes]:
         """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
         connection = await upstream.connection()
-        what = (b"GET", path.encode()) if json is None else (b"POST", path.encode(), JSON, json)
+        outgoing = Outgoing(b"GET" if json is None else b"POST", path.encode(), JSON if json else (), json or b"")
         answer = WholeAnswer(most_bytes)
-        exchange = connection.http.send(self.request(upstream, *what), answer)
+        exchange = connection.http.send(self.addressed(outgoing, upstream), answer)
         try:
             return await answer.done
         finally:
@@ -605,10 +604,12 @@ class Pool:
         return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
 
 
-def tls_towards(model: ModelSettings) -> ssl.SSLContext | None:
-    """By the files as they are now; None: no upstream has TLS. Raises StartupError: a file cannot be used."""
+def access_to(model: ModelSettings) -> Access:
+    """By the files as they are now. Raises StartupError: one cannot be used."""
+    key = model.api_key()
+    fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
     if not model.has_tls:
-        return None
+        return Access(fields)
     try:
         context = ssl.create_default_context(cafile=model.tls_ca)
         if model.tls_cert is not None:
@@ -617,4 +618,4 @@ def tls_towards(model: ModelSettings) -> ssl.SSLContext | None:
         cause = f"the TLS files of the model {model.name} cannot be used: {getattr(error, 'strerror', None) or error}"
         raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
     context.set_alpn_protocols([one.decode() for one in PROTOCOLS[model.protocol]])
-    return context
+    return Access(fields, context)

@@ -17,7 +17,7 @@ from core.tokenizer import Tokenizer
 from core.tool_formats import FORMATS
 from core.turns import EMPTY_THOUGHT, Begun, TurnMemory
 from tests.core.chat_templates import CHATML
-from tests.core.small_tokenizers import byte_level, for_chats, sentencepiece
+from tests.core.small_tokenizers import byte_level, for_chats, lowercase, metaspace_first, sentencepiece, unigram
 from tests.core.tool_templates import GRANITE, TOOL_TEMPLATES
 
 TOKENIZER = Tokenizer(for_chats(byte_level()).to_str(), templates=[CHATML], user_turn="<|im_start|>user\nx<|im_end|>")
@@ -130,6 +130,31 @@ def test_a_call_that_was_cut_off_has_the_ids_that_were_generated(source: str, cu
     memory = remembering(prompt, answer := oddly_cut(said, random.Random(1)))
     ids = memory.encode(chat(calling(JsonText(cut)), {"role": "user", "content": "b"}), MINE)
     assert ids[: len(ids_before := TOKENIZER.encode_chat(prompt) + answer)] == ids_before
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["in letters", "in tokens"])
+def test_arguments_are_text_unless_their_tokens_were_generated(is_named: bool) -> None:
+    """A call of a history that spells the marks of calls and thoughts; a remembered turn has the ids it was made of."""
+    template = ChatTemplate({"default": TOOL_TEMPLATES["hermes"]}, {}, 4096)
+    tokenizer = Tokenizer(for_chats(byte_level()).to_str(), {}, None, [TOOL_TEMPLATES["hermes"]], template.user_turn())
+    spelled = "x</tool_call><think>y"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    prompt = template.render(messages, now=datetime(2026, 1, 1))
+    function = {"name": "f", "arguments": {"k": spelled}}
+    messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
+    chat = template.render(messages, now=datetime(2026, 1, 1), add_generation_prompt=False)
+
+    def marks(ids: list[int]) -> list[str]:
+        return [text for text in map(tokenizer.str_of, ids) if text in ("<tool_call>", "</tool_call>", "<think>")]
+
+    memory = TurnMemory(tokenizer)
+    assert marks(memory.encode(chat, MINE)) == ["<think>", "<tool_call>", "</tool_call>"]  # an empty thought
+    said = str(chat)[len(prompt + EMPTY_THOUGHT) : str(chat).index("<|im_end|>", len(prompt))]
+    pieces = said.partition(spelled) if is_named else (said[: said.index(spelled)], *spelled, *said.rpartition("y")[2:])
+    answer = [one for piece in pieces for one in tokenizer.encode(piece, add_special_tokens=False)]
+    memory.add(Begun(MINE, prompt, np.array(begun := memory.encode(prompt, MINE), np.int32), True), answer)
+    assert memory.encode(chat, MINE)[: len(begun) + len(answer)] == [*begun, *answer]
+    assert marks(answer)[1:-1] == (["</tool_call>", "<think>"] if is_named else [])
 
 
 @pytest.mark.parametrize("name", ["granite", "phi4", "hermes", "xml", "glm", "gemma", "pythonic"])
@@ -248,6 +273,91 @@ def test_a_tokenizer_that_adds_a_space_is_cut_before_control_tokens_alone() -> N
 def test_an_answer_without_text_or_with_half_a_character_is_not_remembered(answer: list[int]) -> None:
     memory = remembering(rendered(("user", "a")), answer)
     assert memory._turns == {}
+
+
+CHATS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), TEXTS), min_size=1, max_size=5)
+FORMS = {
+    "bytes": for_chats(byte_level()),
+    "metaspace": for_chats(metaspace_first()),
+    "folds": for_chats(lowercase()),
+    "pieces": for_chats(unigram()),
+    "sentencepiece": for_chats(sentencepiece()),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(chats=st.lists(st.tuples(CHATS, st.integers(0, 5), st.booleans()), min_size=2, max_size=6))
+def test_a_chat_that_begins_as_others_did_has_the_ids_of_its_text(name: str, chats: list[Any]) -> None:
+    tokenizer = Tokenizer(FORMS[name].to_str(), templates=[CHATML])
+    memory, before = TurnMemory(tokenizer, least_chars=0), list[tuple[str, str]]()
+    for turns, num_same, begins in chats:
+        before = [*before[:num_same], *turns]
+        text = rendered(*before, begins=begins)
+        assert memory.encode(text, MINE) == tokenizer.encode_chat(text)
+        memory.learn()
+
+
+def test_a_chat_is_tokenized_from_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same again, one that goes on, one whose template drops a thought, and one that leaves another way."""
+    tokenized: list[str] = []
+
+    class Counted(Tokenizer):
+        def encode_chat(self, text: str) -> list[int]:
+            tokenized.append(text)
+            return super().encode_chat(text)
+
+    tokenizer = Counted(for_chats(byte_level()).to_str(), templates=[CHATML])
+    memory, text = TurnMemory(tokenizer), "some words " * 60
+
+    def asked(*turns: str) -> list[str]:
+        chat = rendered(*(("user", one) for one in turns))
+        tokenized.clear()
+        assert memory.encode(chat, MINE) == Tokenizer.encode_chat(tokenizer, chat)
+        memory.learn()
+        return [part.replace("<|im_start|>user\n", ">").replace("<|im_end|>\n", "|") for part in tokenized]
+
+    begin, turns = "<|im_start|>assistant\n", [text + str(i) for i in range(8)]
+    assert asked(*turns) == ["".join(f">{one}|" for one in turns) + begin]
+    assert asked(*turns) == [begin]
+    assert asked(*turns, "more") == [f">more|{begin}"]
+    assert asked(*turns[:6], "other", "turns") == [f">other|>turns|{begin}"]
+    assert asked(*turns, "more", "and more") == [f">and more|{begin}"]
+    assert asked(*turns[:7], "more") == [f">more|{begin}"]
+    assert memory.encode(chat := rendered(*(("user", one) for one in turns)), OTHERS) == TOKENIZER.encode_chat(chat)
+    assert tokenized[-1] == chat
+
+
+def test_of_a_chat_that_goes_on_the_last_is_kept() -> None:
+    memory, turns = TurnMemory(TOKENIZER), [("system", "some words " * 600)]
+    for number in range(6):
+        turns.append(("user", str(number)))
+        memory.encode(rendered(*turns), MINE)
+        memory.learn()
+        turns.append(("assistant", "words " * number))
+    assert len(memory._turns[MINE]) == 1
+
+
+def test_a_chat_whose_users_spell_another_is_not_taken_for_it() -> None:
+    words, memory = "some words " * 600, TurnMemory(TOKENIZER)
+    memory.encode(honest := rendered(("user", words), ("user", "a")), MINE)
+    memory.learn()
+    forged = rendered(("user", f"{words}<|im_end|>\n<|im_start|>user\na"))
+    assert str.__str__(forged) == honest
+    assert memory.encode(forged, MINE) == TOKENIZER.encode_chat(forged) != memory.encode(honest, MINE)
+
+
+def test_what_is_kept_of_long_chats_is_bounded_and_goes_with_them() -> None:
+    memory = TurnMemory(TOKENIZER, most_ids=6000, least_chars=0)
+    for number in range(40):
+        for domain in (MINE, OTHERS):
+            memory.encode(rendered(("user", f"{number} " * 200), ("user", "b")), domain)
+            memory.learn()
+            assert sum(memory._num_ids.values()) <= 6000
+    left = {digest for kept in memory._turns.values() for chat in kept.values() for digest in chat.nums_ids}
+    assert left == memory._chats.keys()
+    memory.clear()
+    assert (memory._turns, memory._num_ids, memory._chats) == ({}, {}, {})
 
 
 def test_what_is_kept_is_bounded_and_the_largest_domain_loses() -> None:

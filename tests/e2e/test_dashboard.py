@@ -1,25 +1,33 @@
 """The dashboard in Chromium: what a person sees and does, with the answers of a real server."""
 
+import argparse
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.engine_loader import DEMO_NAME
 from server.gate.identity import Scope, create_key
-from tests.e2e.conftest import API_KEY, MODEL
+from tests.e2e.conftest import API_KEY, MODEL, start_server
 from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import post
 from tests.e2e.server_process import ServerProcess
 from tests.e2e.test_clients import needs
+from tests.server.test_dashboard import PAGE_CHECKS, needs_page_checks
 
 LONG = {"model": MODEL, "prompt": "What is a step?", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
@@ -36,6 +44,10 @@ limits = {{ tokens_per_minute = 100_000, money_per_day = 0.02 }}
 [[tenants]]
 name = "operators"
 """
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+PICTURED = ("server", "server-phone", "request-dark", "playground", "tour", "switches")  # in README.md and docs/
+CANCEL = "(button => button && (button.click(), true))(document.querySelector('#running button:not(.link)'))"
 FAILURES = "Runtime.exceptionThrown", "Log.entryAdded"
 
 
@@ -107,11 +119,10 @@ def type_into(page: Browser, place: str, text: str) -> None:
 
 
 @contextmanager
-def browsing(directory: Path) -> Iterator[Browser]:
+def browsing(directory: Path, *flags: str) -> Iterator[Browser]:
     (read_commands, commands), (answers, write_answers) = os.pipe(), os.pipe()
-    shell = (
-        f"exec chromium {' '.join(FLAGS)} --user-data-dir={directory}/chromium 3<&{read_commands} 4>&{write_answers}"
-    )
+    command = shlex.join(("chromium", *FLAGS, *flags, f"--user-data-dir={directory}/chromium"))
+    shell = f"exec {command} 3<&{read_commands} 4>&{write_answers}"
     passed = read_commands, write_answers
     with subprocess.Popen(["bash", "-c", shell], pass_fds=passed, stderr=subprocess.DEVNULL) as process:
         for one in passed:
@@ -125,9 +136,9 @@ def browsing(directory: Path) -> Iterator[Browser]:
 
 
 @contextmanager
-def asking(server: ServerProcess) -> Iterator[None]:
+def asking(server: ServerProcess, body: Mapping[str, Any] = LONG, key: str = API_KEY) -> Iterator[None]:
     """A stream that goes on until it is cancelled."""
-    thread = threading.Thread(target=post, args=(server.port, "/v1/completions", LONG, API_KEY))
+    thread = threading.Thread(target=post, args=(server.port, "/v1/completions", body, key))
     thread.start()
     try:
         yield
@@ -142,7 +153,6 @@ def test_an_operator_signs_in_sees_a_request_cancels_it_and_looks_at_its_stages(
 ) -> None:
     server = spawn("--api-key", API_KEY)
     server.wait_ready()
-    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
     with browsing(tmp_path) as page:
         page.look_like(1280, "light")
         page.call("Page.navigate", url=f"{server.url}/dashboard")
@@ -155,7 +165,6 @@ def test_an_operator_signs_in_sees_a_request_cancels_it_and_looks_at_its_stages(
         with asking(server):
             page.wait("document.querySelector('#running button:not(.link)') !== null")
             page.wait("[...document.querySelectorAll('#running td')].some(one => one.textContent === 'decode')")
-            page.save(shown / "dashboard-light.png")
             page.evaluate("document.querySelector('#running button:not(.link)').focus()")
             page.press(" ", 32, " ")
         page.wait("document.querySelector('#ended tbody').innerText.includes('request_cancelled')")
@@ -167,11 +176,9 @@ def test_an_operator_signs_in_sees_a_request_cancels_it_and_looks_at_its_stages(
         page.press(" ", 32, " ")
         page.wait("document.getElementById('verdict').textContent.includes('.')")
         page.look_like(1280, "dark")
-        page.save(shown / "dashboard-dark.png")
         page.press("Escape", 27)
         page.wait("!document.getElementById('detail').open")
         page.look_like(390, "dark")
-        page.save(shown / "dashboard-phone.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert "What is a step" not in page.evaluate("document.documentElement.outerHTML")
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie].join()") == "0,0,"
@@ -189,7 +196,6 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
     acme, _ = create_key(keys, now, "acme", label=MARKUP)
     server = spawn("--config", str(config), "--served-model-name", MARKUP)
     server.wait_ready()
-    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
 
     def ask() -> int:
         body = LONG | {"model": MARKUP, "max_tokens": 17, "stream": False}
@@ -223,7 +229,6 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.evaluate("document.getElementById('simulate').requestSubmit()")
         page.wait("document.querySelectorAll('#runs rect.answers').length === 32")
         page.evaluate("document.getElementById('switches-title').scrollIntoView()")
-        page.save(shown / "switches.png")
         page.evaluate("location.hash = ''")
         page.wait("document.getElementById('step').textContent.includes('median')")
         page.evaluate("document.getElementById('steps').focus()")
@@ -237,10 +242,15 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         assert ask() == 429
         press_button("Change the limits of acme")
         page.evaluate("document.querySelector('[name=money_per_day]').value = 1")
-        page.save(shown / "dashboard-limits.png")
         confirm()
         page.wait("document.getElementById('tenants').innerText.includes('0.017 of 1')")
         assert ask() == 200
+        type_into(page, "find-tenant", "OPER")
+        page.wait("!document.getElementById('tenants').innerText.includes('acme')")
+        assert "operators" in page.evaluate("document.getElementById('tenants').innerText")
+        page.evaluate("document.getElementById('find-tenant').value = ''")
+        page.evaluate("document.getElementById('find-tenant').dispatchEvent(new Event('input'))")
+        page.wait("document.getElementById('new-tenant').value === 'acme'")
         type_into(page, "new-label", MARKUP)
         page.press("Enter", 13, "\r")
         page.wait("document.activeElement.id === 'created-key'")
@@ -253,12 +263,23 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.evaluate("document.querySelector('#ended button').click()")
         page.wait("document.getElementById('beside').innerText.includes('None.')")
         page.press("Escape", 27)
+        with asking(server, LONG | {"model": MARKUP}, acme):
+            page.wait("document.querySelector('#running tbody').innerText.includes('acme') && " + CANCEL)
+        page.wait("document.querySelector('#ended tbody').innerText.includes('request_cancelled')")
+        page.wait("Number(document.getElementById('moment').max) > 0")
+        page.evaluate("document.getElementById('moment').focus()")
+        page.press("Home", 36)
+        page.wait("document.getElementById('seen').textContent !== 'now'")
+        first = page.evaluate("[...document.querySelectorAll('#tiles p')].map((one) => one.innerText).join('|')")
+        assert "0|" in first
+        assert "Requests per second: 0; " in page.evaluate("document.getElementById('moment').ariaValueText")
+        page.evaluate("document.getElementById('moment').blur()")
+        page.wait("document.getElementById('seen').textContent === 'now'")
         type_into(page, "search", "ACME")
-        page.wait("document.getElementById('num-ended').textContent === '3 of 3'")
+        page.wait("document.getElementById('num-ended').textContent === '4 of 4'")
         type_into(page, "search", "x")
         page.wait("document.getElementById('ended').innerText.includes('None is like that.')")
         page.look_like(390, "dark")
-        page.save(shown / "dashboard-tenants-phone.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert MARKUP in page.text
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
@@ -276,7 +297,6 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
     key, _ = create_key(keys, now, "acme")  # without the right admin
     server = spawn("--config", str(config), "--served-model-name", MARKUP, model=None)
     server.wait_ready()
-    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
     with browsing(tmp_path) as page:
 
         def told(place: str, expression: str) -> None:
@@ -313,7 +333,6 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         page.press("ArrowRight", 39)
         page.press("ArrowRight", 39)
         told("token-about", "/^Token 3, .*entropy at least \\d/.test(text)")
-        page.save(shown / "playground.png")
         text = page.evaluate(
             "[...document.querySelectorAll('#chat-choices .token')].slice(0, 2).map(one => one.textContent).join('')"
         )
@@ -361,7 +380,6 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         page.press("Enter", 13, "\r")
         told("tour-told", "/through 15 stages, in /.test(text)")
         told("tour-stages", "/24 tokens, one in [0-9.]+ ms/.test(text) && text.includes('core/kv_cache.py')")
-        page.save(shown / "tour.png")
         page.failures.clear()
         page.evaluate("document.getElementById('simulate').requestSubmit()")
         told("simulate-told", "text.includes('admin')")  # operators alone run simulations
@@ -370,10 +388,185 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         page.wait("document.activeElement.id === 'main'")
         assert not page.evaluate("document.getElementById('tour').hidden")
         page.look_like(390, "dark")
-        page.save(shown / "tour-phone.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert page.failures == []
+
+
+# A Blob has no media type, so that browsers ask nobody before they send it
+BODY = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 1})
+ASK = f'fetch(URL, {{method: "POST", mode: MODE, body: new Blob([{json.dumps(BODY)}])}})'
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_without_keys_no_page_of_another_site_asks_neither_across_origins_nor_by_a_name_that_leads_here(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = spawn()
+    server.wait_ready()
+    own, rebound = (f"http://{name}:{server.port}" for name in ("127.0.0.1", "evil.example"))
+    with browsing(tmp_path, "--host-resolver-rules=MAP evil.example 127.0.0.1") as page:
+
+        def status(origin: str, url: str, mode: str = "cors") -> Any:
+            """Of what a page of the origin asks; 0: it is not told."""
+            page.call("Page.navigate", url=f"{origin}/health")
+            page.wait("document.readyState === 'complete'")
+            post_it, get_it = ASK.replace("URL", json.dumps(url)).replace("MODE", json.dumps(mode)), f"fetch({url!r})"
+            asked = post_it if url.endswith("completions") else get_it
+            told = page.call("Runtime.evaluate", expression=f"{asked}.then(one => one.status)", awaitPromise=True)
+            return told["result"].get("value")
+
+        assert status(own, f"{own}/v1/completions") == 200
+        assert status(own, f"{own}/v1/models") == 200
+        assert status(rebound, f"{rebound}/v1/models") == 403
+        assert status(rebound, f"{rebound}/v1/completions") == 403
+        assert status(f"http://localhost:{server.port}", f"{own}/v1/completions", "no-cors") == 0
+        wait_for(lambda: server.log.count("POST /v1/completions 403") == 2, lambda: server.log_tail)
+        assert server.log.count("POST /v1/completions 200") == 1
+
+
+AXE = """axe.run().then((told) => { window.found = told.violations.map((one) =>
+    [one.id, ...one.nodes.map((node) => `${node.html}: ${node.failureSummary}`)]) })"""
+DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done))))"
+VIEWED = """
+keys_file = "{keys}"
+[slo]
+ttft_p95_ms = 2000
+latency_p95_ms = 400
+[prices."*"]
+completion = 50
+[[tenants]]
+name = "acme"
+limits = {{ requests_per_minute = 600, money_per_day = 2 }}
+[[tenants]]
+name = "globex"
+share = 2
+[[tenants]]
+name = "operators"
+"""
+OTHERS_ASK = ("What is continuous batching?", "Walk me through a request", "What is a KV cache?")
+
+
+def views_of(page: Browser, spawn: Callable[..., ServerProcess], directory: Path, num_points: int) -> Iterator[str]:
+    """Go through all views of a server with some traffic. Yields each one's name, once it is there.
+
+    Args:
+        num_points: of the hour, at least, that the server's view shows.
+    """
+    now, keys, config = datetime.now(UTC), directory / "keys.json", directory / "tenants.toml"
+    config.write_text(VIEWED.format(keys=keys))
+    admin, _ = create_key(keys, now, "operators", label="on call", scopes=(Scope.ADMIN, Scope.INFERENCE))
+    others = [create_key(keys, now, tenant, label="CI")[0] for tenant in ("acme", "globex")]
+    server = spawn("--config", str(config), model=None)
+    server.wait_ready()
+    has_seen = threading.Event()
+
+    def ask_until_seen(key: str) -> None:
+        for i in count():
+            prompt = OTHERS_ASK[i % len(OTHERS_ASK)] * (1 + i % 7)
+            post(server.port, "/v1/completions", {"model": DEMO_NAME, "prompt": prompt, "max_tokens": 150}, key)
+            if has_seen.is_set():
+                return
+
+    def go(path: str) -> None:
+        page.call("Page.navigate", url=f"{server.url}{path}")
+        page.wait("document.readyState === 'complete'")
+
+    def click(place: str) -> None:
+        page.wait(f"document.querySelector({place!r}) !== null")
+        page.evaluate(f"document.querySelector({place!r}).click()")
+
+    page.look_like(1280, "light")
+    go("/dashboard")
+    page.wait("document.activeElement.id === 'key'")
+    yield "login"
+    type_into(page, "key", admin)
+    page.press("Enter", 13, "\r")
+    page.wait("document.getElementById('state').textContent === 'ready'")
+    with asking(server, LONG | {"model": DEMO_NAME}, admin), ThreadPoolExecutor() as pool:
+        try:
+            for one in 2 * others:
+                pool.submit(ask_until_seen, one)
+            for shown in (
+                "document.getElementById('block').textContent.includes(' used')",
+                "document.getElementById('step').textContent.includes('median')",
+                "document.querySelector('#running button:not(.link)') !== null",
+                "document.getElementById('promises').innerText.includes('broken')",
+                f"Number(document.getElementById('moment').max) >= {num_points}",
+            ):
+                page.wait(shown)
+            yield "server"
+        finally:
+            has_seen.set()
+            page.evaluate("document.querySelector('#running button:not(.link)')?.click()")
+    page.wait("document.getElementById('num-running').textContent === '0'")
+    page.evaluate("document.getElementById('tenants-title').scrollIntoView()")
+    yield "tenants"
+    click("#ended tr:nth-child(3) button")
+    page.wait("!document.getElementById('why').hidden")
+    click("#why")
+    page.wait("document.getElementById('verdict').textContent.includes('.')")
+    yield "request"
+    page.press("Escape", 27)
+    click("[aria-label^='Change the limits of acme']")
+    page.wait("document.getElementById('choice').open")
+    yield "limits"
+    page.press("Escape", 27)
+
+    page.evaluate("location.hash = 'playground'")
+    page.wait("document.getElementById('chat-model').value !== ''")
+    page.evaluate("document.querySelector('[name=max_tokens]').value = 40")
+    page.evaluate("document.getElementById('chat').requestSubmit()")
+    page.wait("document.getElementById('chat-stages').innerText.includes('last flush')")
+    page.evaluate("document.querySelectorAll('#chat-choices .token')[5].focus()")
+    page.wait("document.querySelector('#alternatives button') !== null")
+    yield "playground"
+    click("#chat summary")
+    yield "parameters"
+    page.evaluate("location.hash = 'tour'")
+    click("#tour-send")
+    page.wait("document.querySelectorAll('#tour-stages li').length === 15")
+    page.evaluate("scrollTo(0, 0)")
+    yield "tour"
+    page.evaluate("document.getElementById('switch').value = 'overload'")
+    page.evaluate("document.querySelector('[name=num_requests]').value = 40")
+    page.evaluate("document.getElementById('simulate').requestSubmit()")
+    page.wait("document.querySelectorAll('#runs rect.refused').length > 2")
+    page.evaluate("document.getElementById('simulate').scrollIntoView()")
+    yield "switches"
+    go("/docs#post_v1_chat_completions")
+    page.wait("document.querySelector('#post_v1_chat_completions[open] pre') !== null")
+    yield "api"
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+@needs_page_checks
+def test_axe_finds_nothing_on_any_view_light_or_dark_wide_or_narrow(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    axe = (PAGE_CHECKS / "axe-core" / "axe.min.js").read_text()
+    checked = []
+    with browsing(tmp_path) as page:
+        for view in views_of(page, spawn, tmp_path, 2):
+            if page.evaluate("typeof axe") != "object":
+                page.evaluate(axe)
+            for scheme, width in product(("light", "dark"), (1280, 390)):
+                page.look_like(width, scheme)
+                page.evaluate(f"delete window.found; {AXE}")
+                page.wait("window.found !== undefined")
+                assert page.evaluate("found") == [], (view, scheme, width)
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, (view, scheme)
+                checked.append(view)
+    assert len(checked) == 10 * 4
+    assert {one.split("-")[0] for one in PICTURED} <= set(checked)
+
+
+def test_the_pictures_of_the_docs_are_those_that_make_screenshots_takes() -> None:
+    texts = [one.read_text() for one in (ROOT / "README.md", *PICTURES.parent.glob("*.md"))]
+    shown = re.findall(r"pictures/([\w-]+)\.png\)", "".join(texts))
+    assert sorted(set(shown)) == sorted(PICTURED) == sorted(one.stem for one in PICTURES.iterdir())
 
 
 @pytest.mark.slow
@@ -381,7 +574,6 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
 def test_the_page_of_the_api_shows_each_route(spawn: Callable[..., ServerProcess], tmp_path: Path) -> None:
     server = spawn("--api-key", API_KEY)
     server.wait_ready()
-    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
     with browsing(tmp_path) as page:
         page.look_like(1280, "light")
         page.call("Page.navigate", url=f"{server.url}/docs#post_v1_chat_completions")
@@ -389,7 +581,6 @@ def test_the_page_of_the_api_shows_each_route(spawn: Callable[..., ServerProcess
         assert page.evaluate("document.querySelectorAll('details[id]').length") > 70
         for told in ("authorization: Bearer $KEY", "temperature", "≤ 2", "text/event-stream", "mirostat", "too large"):
             assert told in page.evaluate("document.getElementById('post_v1_chat_completions').textContent"), told
-        page.save(shown / "docs-light.png")
         page.evaluate("document.querySelectorAll('#routes > section > details').forEach((one) => { one.open = true })")
         page.wait("document.querySelectorAll('details[id] pre').length > 70")
         page.evaluate("document.getElementById('search').focus()")
@@ -399,5 +590,37 @@ def test_the_page_of_the_api_shows_each_route(spawn: Callable[..., ServerProcess
         page.evaluate("document.getElementById('search').value = 'files'")
         page.evaluate("document.getElementById('search').dispatchEvent(new Event('input'))")
         page.wait("document.body.scrollWidth <= innerWidth")
-        page.save(shown / "docs-dark.png")
         assert not page.failures
+
+
+def main(argv: Sequence[str]) -> int:
+    """Take pictures of each view: light, dark, and as a phone shows it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.test_dashboard", description=main.__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", default=PICTURES)
+    parser.add_argument("--all", action="store_true", help="not only those that README.md and docs/ show")
+    arguments = parser.parse_args(argv)
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    started: list[ServerProcess] = []
+
+    def spawn(*flags: str, model: Path | None = None) -> ServerProcess:
+        started.append(start_server(scratch / "server", model, *flags))
+        return started[-1]
+
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        try:
+            with browsing(scratch) as page:
+                for view in views_of(page, spawn, scratch, 9):  # 45 s
+                    for end, width, scheme in ("", 1280, "light"), ("-dark", 1280, "dark"), ("-phone", 390, "light"):
+                        if arguments.all or view + end in PICTURED:
+                            page.look_like(width, scheme)
+                            page.call("Runtime.evaluate", expression=DRAWN, awaitPromise=True)
+                            page.save(arguments.directory / f"{view}{end}.png")
+        finally:
+            for server in started:
+                server.kill()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

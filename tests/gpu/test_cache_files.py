@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu import cache_files
-from gpu.cache_files import NUMBA_VARIABLE
+from gpu.cache_files import NUMBA_VARIABLE, compile_apart
 
 has_room = cache_files.can_keep_kernels.__wrapped__
 NOWHERE = Path(os.devnull)
@@ -58,3 +58,22 @@ def test_a_link_that_another_has_laid_is_none(temporary: Path) -> None:
 def test_without_temporary_files_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(NOWHERE))
     assert not has_room()
+
+
+def test_kernels_are_compiled_in_other_processes_once(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(temporary))
+    groups = [["vectors"], ["team"]]
+    assert [compile_apart(groups, "one"), compile_apart(groups, "one"), compile_apart(groups[:1], "another")] == [
+        2,
+        0,
+        1,
+    ]
+    assert not caplog.records
+    assert [compile_apart([["no such module"]], "one") for _ in range(2)] == [1, 1]
+    assert "no such module" in caplog.text
+
+
+def test_kernels_that_are_kept_nowhere_are_compiled_where_they_are_used() -> None:
+    assert compile_apart([["team"]], "one") == 0

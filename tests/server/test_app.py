@@ -370,6 +370,8 @@ def test_refusals_have_the_form_of_the_surface_above_them(
     assert (answer.status, "allow" in answer.headers) == (status, status == 405)
     if path.startswith("/api/"):
         assert isinstance(answer.json["error"], str)
-    else:
+        answer = server.ask(request(method, "/v1/complete", None, "anthropic-version: 2023-06-01"), method)
+        assert answer.status == 404
+    if answer.status == 404 or not path.startswith("/api/"):
         assert answer.json["type"] == "error"
         assert answer.json["request_id"] == answer.headers["request-id"]

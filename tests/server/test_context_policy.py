@@ -160,6 +160,11 @@ def test_documents_have_a_budget_of_their_own(tmp_path: Path) -> None:
         answer = server.ask(chat(documents=documents, context_policy=policy))
         context = told(answer)
         assert context["dropped"] == [{"document": "d0"}, {"document": "d1"}]
+        as_text = [one | {"score": str(one["score"])} for one in documents]
+        assert server.ask(chat(documents=as_text, context_policy=policy)).json["context"] == answer.json["context"]
+        for bad in ("high", True, []):
+            refused = server.ask(chat(documents=[documents[0] | {"score": bad}], context_policy=policy))
+            assert refused.json["error"]["param"] == "documents[0].score"
         same = server.ask(chat(documents=[documents[0], documents[2]]))
         assert (same.text(), same.usage["prompt_tokens"]) == (answer.text(), context["kept_tokens"])
-    assert [row.context and json.loads(row.context) for row in rows(tmp_path / "ledger.db")] == [context, None]
+    assert [row.context and json.loads(row.context) for row in rows(tmp_path / "ledger.db")] == [context, context, None]

@@ -3,8 +3,21 @@
 import pytest
 
 from server.gate.cross_origin import origin_value
+from server.gate.identity import make_directory
+from server.gate.tenants import Tenant
 from server.values import BadValueError
-from tests.server.simulated_server import STREAM, Answer, SimulatedServer, chat, request, with_lines
+from server.wire.messages import ClientCertificate, Peer
+from tests.server.simulated_server import (
+    STREAM,
+    Answer,
+    SimulatedServer,
+    as_caller,
+    chat,
+    refusal_of,
+    request,
+    serving,
+    with_lines,
+)
 
 APP = "https://app.example.com"
 PREFLIGHT = ("Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization,content-type")
@@ -23,6 +36,74 @@ def ask(data: bytes, method: str = "POST", origins: tuple[str, ...] = (APP,), ke
 
 def cors_names(answer: Answer) -> set[str]:
     return {name for name in answer.headers if name.startswith("access-control-") or name == "vary"}
+
+
+REBOUND = "evil.example:8000"
+
+
+@pytest.mark.parametrize(
+    ("method", "host", "lines", "expected"),
+    [
+        ("POST", "localhost", ["Origin: http://localhost"], 200),  # the server's own page
+        ("POST", "localhost", ["Origin: http://localhost", "Sec-Fetch-Site: same-origin"], 200),
+        ("POST", "192.168.1.5:8000", ["Origin: http://192.168.1.5:8000"], 200),
+        ("POST", "[fd00::5]:8000", ["Origin: http://[fd00::5]:8000"], 200),
+        ("POST", "gpu-box:8000", ["Origin: http://gpu-box:8000"], 200),
+        ("POST", "gpu-box.local:8000", ["Origin: http://gpu-box.local:8000"], 200),
+        ("POST", "llm.example.com", ["Origin: https://llm.example.com"], 200),  # a certificate has its name
+        ("POST", "127.0.0.1:8000", ["Origin: https://llm.example.com", "Sec-Fetch-Site: same-origin"], 200),  # a proxy
+        ("POST", "localhost:8000", ["Origin: chrome-extension://abcdef"], 200),
+        ("POST", "localhost:8000", ["Origin: app://obsidian.md", "Sec-Fetch-Site: cross-site"], 200),
+        ("POST", REBOUND, ["User-Agent: curl/8.5.0"], 200),
+        ("POST", REBOUND, ["Accept-Language: *", "Sec-Fetch-Mode: cors", "User-Agent: node"], 200),
+        ("GET", REBOUND, ["Accept-Language: *", "Sec-Fetch-Mode: cors", "User-Agent: node"], 200),
+        ("GET", REBOUND, [], 200),
+        ("GET", "gpu-box.local:8000", ["Accept-Language: de"], 200),
+        (
+            "GET",
+            "localhost",
+            ["Accept-Language: de", "Sec-Fetch-Site: cross-site"],
+            200,
+        ),  # a link; nobody else reads it
+        ("GET", "localhost", ["Origin: http://evil.example"], 200),
+        ("GET", "app.example.com", ["Accept-Language: de"], 200),  # --cors-origin names it
+        ("POST", "localhost", [f"Origin: {APP}"], 200),
+        ("POST", "localhost", [f"Origin: {APP}", "Sec-Fetch-Site: cross-site"], 200),
+        ("POST", "localhost", ["Origin: http://evil.example"], 403),
+        ("POST", "localhost", ["Origin: http://evil.example", "Sec-Fetch-Site: cross-site"], 403),
+        ("POST", "localhost:8000", ["Origin: http://localhost:3000", "Sec-Fetch-Site: same-site"], 403),
+        ("POST", "localhost:8000", ["Origin: http://localhost:3000"], 403),
+        ("POST", "localhost", ["Origin: null"], 403),
+        ("POST", "localhost", ["Sec-Fetch-Site: cross-site"], 403),
+        ("POST", REBOUND, [f"Origin: http://{REBOUND}"], 403),
+        ("GET", REBOUND, ["Accept-Language: de", "User-Agent: what the page says"], 403),
+        ("GET", "127.0.0.1.evil.example", ["Accept-Language: de"], 403),
+        ("GET", "1.2.3.4.5", ["Accept-Language: de"], 403),
+    ],
+)
+def test_without_keys_no_page_of_others_asks(method: str, host: str, lines: list[str], expected: int) -> None:
+    asked = chat() if method == "POST" else request("GET", "/v1/models")
+    asked = with_lines(asked.replace(b"Host: localhost", b"Host: " + host.encode()), *lines)
+    with serving(origins=(APP,)) as server:
+        answer = server.ask(asked, method)
+        assert answer.status == expected
+        if expected == 403:
+            assert refusal_of(answer)[1] == "permission_denied"
+            assert "--cors-origin" in answer.json["error"]["message"]
+            assert not server.posted
+    with serving(keys=("s3cret",)) as server:
+        assert server.ask(as_caller(asked, "s3cret"), method).status == 200, "who has a key, has it"
+    with serving(origins=("*",)) as server:
+        assert server.ask(asked, method).status == 200
+
+
+def test_a_certificate_that_the_browser_shows_by_itself_lets_no_page_in() -> None:
+    tenant = Tenant(name="router", certificates=("DNS:router.example",))
+    for lines, expected in ([], 200), (["Origin: http://evil.example"], 403):
+        with serving() as server:
+            server.gate.authenticator.directory = make_directory((tenant,))
+            server.network.peer = Peer(certificate=ClientCertificate("CN=router", (("DNS", "router.example"),)))
+            assert server.ask(with_lines(chat(), *lines)).status == expected
 
 
 @pytest.mark.parametrize("fields", [{}, STREAM, {"messages": []}], ids=["whole", "streamed", "refused"])

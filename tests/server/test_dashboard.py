@@ -1,8 +1,12 @@
 """The dashboard: who may look, what its stream shows and to how many, and what protects its page."""
 
+import json
 import re
+import subprocess
+import sys
 from base64 import b64decode
 from ipaddress import ip_address
+from pathlib import Path
 from struct import iter_unpack
 from typing import Any
 
@@ -35,6 +39,8 @@ from tests.server.test_gate import all_routes
 
 LIVE = request("GET", "/dashboard/live")
 KEY = "s3cret"
+PAGE_CHECKS = Path(sys.prefix) / "page" / "node_modules"  # axe-core, typescript, uplot
+needs_page_checks = pytest.mark.skipif(not PAGE_CHECKS.is_dir(), reason="needs axe, tsc and uPlot of npm: make page")
 
 
 def look(server: SimulatedServer, peer_reads: bool = True) -> Any:
@@ -140,9 +146,41 @@ def test_each_answer_of_the_page_is_protected(path: str) -> None:
         assert all(fields[name.decode()] == value.decode() for name, value in PROTECTION)
         assert fields["cache-control"] == "no-store"
         assert b"style=" not in answer.body
-        assert b"://" not in answer.body.replace(b"http://www.w3.org/2000/svg", b"").replace(
-            b"http://127.0.0.1", b""
-        ).replace(b"http://localhost", b"")
+        if not path.endswith("uplot.js"):  # whose banner names its origin
+            assert re.findall(rb"(?<!\w)https?://(?!www\.w3\.org/2000/svg|127\.0\.0\.1|localhost)", answer.body) == []
+
+
+def test_the_page_is_small() -> None:
+    assert sum(one.stat().st_size for one in DIRECTORY.iterdir()) <= 200 * 1024
+    assert {one.name for one in DIRECTORY.iterdir()} == {*FILES.values(), "uplot.LICENSE"}
+
+
+@needs_page_checks
+def test_each_module_has_the_types_that_it_says(tmp_path: Path) -> None:
+    options = {
+        "allowJs": True, "checkJs": True, "noEmit": True, "strict": True, "noUnusedLocals": True, "target": "es2023",
+        "module": "esnext", "moduleResolution": "bundler", "lib": ["es2023", "dom", "dom.iterable"],
+        "typeRoots": [str(PAGE_CHECKS)], "types": ["uplot"], "allowUmdGlobalAccess": True,
+        "paths": {"/dashboard/*": [f"{DIRECTORY}/*"]},
+    }  # fmt: skip
+    modules = [str(one) for one in DIRECTORY.glob("*.js") if one.name != "uplot.js"]
+
+    def check(*files: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "tsconfig.json").write_text(json.dumps({"compilerOptions": options, "files": files}))
+        command = ["node", PAGE_CHECKS / "typescript" / "bin" / "tsc", "-p", tmp_path]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = check(*modules)
+    assert (done.returncode, done.stdout) == (0, "")
+    (wrong := tmp_path / "wrong.js").write_text('import { time } from "/dashboard/elements.js";\ntime("a second");\n')
+    assert "wrong.js(2,6): error TS2345" in check(*modules, str(wrong)).stdout, "it does check"
+
+
+@needs_page_checks
+def test_uplot_is_as_its_authors_have_published_it() -> None:
+    published = PAGE_CHECKS / "uplot"
+    for name, theirs in (("js", "dist/uPlot.iife.min.js"), ("css", "dist/uPlot.min.css"), ("LICENSE", "LICENSE")):
+        assert (DIRECTORY / f"uplot.{name}").read_bytes() == (published / theirs).read_bytes()
 
 
 def test_each_file_that_the_tour_names_exists() -> None:

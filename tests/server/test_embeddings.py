@@ -127,9 +127,10 @@ def test_a_text_that_is_too_long_is_cut_if_it_may_be(server: SimulatedServer) ->
 
 
 def test_models_do_what_they_are_for(server: SimulatedServer) -> None:
-    refused = server.ask(embed())
-    assert refusal_of(refused) == (400, "unsupported_model")
-    assert "--pooling" in refused.json["error"]["message"]
+    for asked in (embed(), request("POST", "/v1/rerank", {"query": "a", "documents": ["b"]})):
+        refused = server.ask(asked)
+        assert refusal_of(refused) == (400, "unsupported_model")
+        assert "--pooling" in refused.json["error"]["message"]
     let_pool(server, msgspec.structs.replace(STYLE, generates=False))
     assert server.ask(embed()).status == 200
     refused = server.ask(chat())

@@ -286,5 +286,5 @@ def test_answer_that_is_written_is_not_written_again(path: Path, lock: sqlite3.C
     lock.execute("ROLLBACK")
     server.run_for(2 * PROBE_S)
     assert server.generations.ledger is not None
-    assert not server.generations.ledger._unkept
+    assert not server.generations.ledger.unkept
     server.close()

@@ -89,8 +89,15 @@ def test_a_completion_says_what_llama_servers_does(server: SimulatedServer) -> N
         for field in ("content", "tokens", "completion_probabilities"):
             told = [one[field] for one in events if field in one]
             assert ("".join(told) if field == "content" else list(chain.from_iterable(told))) == whole[field]
+    mixed = [ids[0], "".join(map(server.generations.reader.tokenizer.text_of, ids[1:])), *ids[:2]]
+    for prompt, same in (([ids], ids), (["The engine"], ids), (mixed, [*ids, *ids[:2]])):
+        asked = {"n_predict": 5, "seed": 7}
+        one, other = (server.ask(request("POST", "/completion", asked | {"prompt": p})).json for p in (prompt, same))
+        assert one["content"] == other["content"]
+        assert one["tokens_evaluated"] == other["tokens_evaluated"] == len(same)
     for bad, param in (
-        ({"prompt": ["a", "b"]}, "prompt[0]"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", [1, 2]]}, "prompt"),
         ({"n_probs": 99}, "n_probs"),
         ({"prompt": [-1]}, "prompt[0]"),
     ):

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import schemathesis
 
+from server.api.fields import LIMIT, RequestLimits
 from server.dashboard import FILES
 from server.routes import PREFIXES, ROUTES
 from tests.server.simulated_server import request, serving
@@ -22,6 +23,7 @@ TOLD = [
 @pytest.fixture(scope="module")
 def document() -> Any:
     with serving() as server:
+        server.app.request_limits = RequestLimits(num_choices=3)
         return json.loads(server.ask(request("GET", "/openapi.json"), "GET").body)
 
 
@@ -45,6 +47,16 @@ def test_each_has_its_right_and_its_errors(document: Any) -> None:
     assert chat["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("ErrorDocument")
 
 
+def test_what_operators_and_clients_ask_about_requests_is_told_field_by_field(document: Any) -> None:
+    for path, method, _, one in TOLD:
+        if path.startswith(("/admin/", "/v1/requests/")):
+            assert one.answer != dict[str, Any], (method, path)
+    schemas = document["components"]["schemas"]
+    tenant = next(schemas[name] for name in schemas if name.endswith("TenantState"))
+    assert {"name", "class", "limits", "keys", "used"} <= tenant["properties"].keys()
+    assert "http2_error" not in schemas[next(name for name in schemas if name.endswith("ToldRequest"))]["required"]
+
+
 def test_each_example_is_taken() -> None:
     examples = [(one.example, one.body) for *_, one in TOLD if one.body and not isinstance(one.body, tuple)]
     assert len(examples) > 20
@@ -58,6 +70,15 @@ def test_a_body_has_the_bounds_that_are_checked_and_what_becomes_of_other_fields
     assert body["required"] == ["messages"]
     assert body["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert body["x-aliases"]["max_new_tokens"] == "max_tokens"
+    for field, bounds in {
+        "n": {"type": "integer", "minimum": 1, "maximum": 3},
+        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
+        "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+    }.items():
+        assert body["properties"][field]["anyOf"][0] == bounds
+    assert body["properties"]["stop"]["anyOf"][1]["maxItems"] == 16
+    assert body["properties"]["logit_bias"]["anyOf"][0]["maxProperties"] == 300
+    assert LIMIT not in json.dumps(document)
     assert body["x-refused"]["mirostat"] == [0]
     assert "rid" in body["x-no-effect"]
 

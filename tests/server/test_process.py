@@ -16,7 +16,7 @@ import pytest
 
 from core.errors import BadCheckpoint, ExitCode, StartupError
 from core.kv_cache import BlockLabel
-from server import __version__
+from server import __version__, process
 from server.app import Load
 from server.config import ServerConfig
 from server.grammar_guard import GuardedCompiler
@@ -24,6 +24,7 @@ from server.ledger.usage import ModelPrice, Prices
 from server.listening.sockets import TcpAddress
 from server.loaded_engine import LoadedEngine
 from server.process import Server
+from tests.server.gateway import wait_until
 from tests.server.running_server import LIMITS, Running, ask, closing, load_with, serving
 from tests.server.simulated_server import MODEL, STREAM, Answer, chat, request, with_lines
 from tests.server.test_metrics import samples_of
@@ -35,7 +36,8 @@ async def get(running: Running, path: str, *headers: str) -> Answer:
     return await ask(running.server, closing(request("GET", path, None, *headers)))
 
 
-async def test_it_serves_from_ready_to_stop() -> None:
+async def test_it_serves_from_ready_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PREPARE_AFTER_S", 0.0)
     async with serving() as running:
         server = running.server
         assert (await get(running, "/ready")).status == 200
@@ -50,10 +52,9 @@ async def test_it_serves_from_ready_to_stop() -> None:
         assert any(f":{server.listener.port}" in line for line in running.banner)
         with pytest.raises(StartupError, match="in use"):
             await Server(ServerConfig(port=server.listener.port), load_with(), print).run()
-        await asyncio.to_thread(server._compiling.shutdown)
         compiler = server._app.generations.reader.make_compiler()
         assert isinstance(compiler, GuardedCompiler)
-        assert compiler._idle, "a process that tries grammars waits for the first one"
+        await wait_until(lambda: bool(compiler._idle))  # a process that tries grammars waits for the first one
     assert not server._engine_thread._thread.is_alive()
 
 

@@ -1,12 +1,19 @@
 """--store-responses: what goes on from an answer, who may see it, and until when."""
 
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.ledger.journal import Spill
+from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses
+from server.ledger.store import LedgerStore, RowState, Write
 from tests.server.gateway import ASKED, relaying
+from tests.server.inline_ledger import rows
 from tests.server.simulated_server import (
     MODEL,
     Answer,
@@ -17,6 +24,7 @@ from tests.server.simulated_server import (
     request,
     serving,
 )
+from tests.server.test_ledger_faults import go_on, hang, told, writer_of
 
 DAY_S = 86_400
 
@@ -157,3 +165,87 @@ async def test_what_another_server_answers_is_stored_here(tmp_path: Path, is_str
         assert second["output"][0]["content"] == whole["output"][0]["content"]
         shown = (await gateway.ask(get(second["id"]))).json
         assert shown == second | {"store": True, "previous_response_id": first["id"]}
+
+
+def stored_ids(path: Path) -> list[str]:
+    """As another process reads them."""
+    with closing(sqlite3.connect(path)) as database:
+        return [found for (found,) in database.execute("SELECT id FROM responses")]
+
+
+def told_end(received: bytearray) -> bool:
+    return b'"output_tokens":' in received
+
+
+def settled_ids(path: Path) -> list[str]:
+    return [f"resp_{row.request_id}" for row in rows(path) if row.state is RowState.SETTLED]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_reserved_late", [False, True])
+def test_no_commit_has_a_settled_request_without_its_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stream: bool, is_reserved_late: bool
+) -> None:
+    """Wherever the process is killed, what has been billed can be gone on from; and nobody hears of what can not."""
+    path, found = tmp_path / "ledger.db", list[int]()
+    commit = LedgerStore.commit
+    with serving(ledger=path, store_responses_s=DAY_S) as server:
+
+        def watched(store: LedgerStore, writes: Sequence[Write]) -> None:
+            commit(store, writes)
+            assert stored_ids(path) == settled_ids(path)
+            found.append(len(stored_ids(path)))
+
+        monkeypatch.setattr(LedgerStore, "commit", watched)
+        hang(server)
+        asked = server.send(respond("a", stream=is_stream))
+        server.run_for(10.0 if is_reserved_late else 0.0)
+        go_on(server)
+        assert document(told(asked.received))["id"] == stored_ids(path)[0]
+        asked = server.send(respond("b", stream=is_stream))
+        server.run_until(lambda: len(writer_of(server).writes) > 3)  # its end is submitted
+        assert not told_end(asked.received)
+        server.run()
+        assert told_end(asked.received)
+    assert (found[0], found[-1]) == (0, 2)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_that_the_database_did_not_take_is_stored_once_it_does(tmp_path: Path, is_stream: bool) -> None:
+    path = tmp_path / "ledger.db"
+    with serving(ledger=path, store_responses_s=DAY_S) as server, closing(sqlite3.connect(path)) as lock:
+        asked = server.send(respond("a", stream=is_stream, max_output_tokens=60))
+        server.run_for(0.02)
+        lock.execute("BEGIN IMMEDIATE")
+        server.run()
+        made = document(told(asked.received))
+        assert server.ask(get(made["id"]), "GET").json == made
+        lock.rollback()
+        server.run_for(2 * PROBE_S)
+        assert stored_ids(path) == [made["id"]]
+        assert server.ask(get(made["id"]), "GET").json == made
+        assert server.generations.ledger is not None
+        assert not server.generations.ledger.unkept
+
+
+def test_an_end_that_cannot_be_settled_is_an_error_event_with_the_next_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.db"
+    with serving(ledger=path, store_responses_s=DAY_S) as server, closing(sqlite3.connect(path)) as lock:
+        asked = server.send(respond("a", stream=True, max_output_tokens=60))
+        server.run_until(lambda: bool(asked.received))
+
+        def full(spill: Spill, rows: list[Any]) -> None:
+            raise OSError("no room")
+
+        monkeypatch.setattr(Spill, "append", full)
+        lock.execute("BEGIN IMMEDIATE")
+        server.run()
+        events = told(asked.received).events
+        assert events[-1]["type"] == "response.failed"
+        assert events[-1]["response"]["error"]["type"] == "ledger_unavailable"
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        lock.rollback()
+        server.run_for(2 * PROBE_S)
+    assert stored_ids(path) == []

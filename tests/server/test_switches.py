@@ -55,6 +55,19 @@ def test_what_half_of_the_clients_do_does_not_hold_the_others_up(switch: Switch)
     assert (on.num_tokens < off.num_tokens) is (switch is Switch.CANCEL)
 
 
+def test_who_is_refused_at_once_under_overload_leaves_the_time_to_others() -> None:
+    off, on = both(Switch.OVERLOAD, num_requests=40)
+    num_served = [sum(first is not None for _, first, _ in one.requests) for one in (off, on)]
+    assert (off.num_refused, on.num_late) == (0, 0)
+    assert (num_served[0] + off.num_late, num_served[1] + on.num_refused) == (40, 40)
+    assert num_served[1] > 1.5 * num_served[0]
+    assert on.num_tokens > 1.5 * off.num_tokens
+    assert all(first - arrival <= 200 for arrival, first, _ in on.requests if first is not None)
+    assert sum(arrival == end for arrival, _, end in on.requests) == on.num_refused
+    idle = both(Switch.OVERLOAD, gap_ms=200)
+    assert idle[0] == idle[1]
+
+
 def test_the_route_answers_operators_within_bounds() -> None:
     with serving(keys=(KEY,), tenants=(keyed_tenant("acme"),)) as server:
 

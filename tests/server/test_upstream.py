@@ -16,8 +16,8 @@ from server.upstream import pool
 from server.upstream.connection import BYTES_A_TURN, Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import OUR_RESETS, Http2
-from server.upstream.pool import Pool
-from server.upstream.settings import keep_alive_of
+from server.upstream.pool import Access, Pool
+from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import FieldEncoder
 from server.wire.limits import FrameLimits
@@ -25,6 +25,7 @@ from server.wire.messages import ConnectionFault, Http2ErrorCode
 from tests.server import raw_http2
 from tests.server.given_settings import toml_flag
 from tests.server.pool_day import PoolDay, RoundRobin
+from tests.server.virtual_loop import VirtualTimeLoop
 
 GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
 LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
@@ -161,6 +162,27 @@ def test_the_log_tells_once_why_upstreams_are_out_and_each_ten_seconds_that_none
         for _ in range(3):
             assert day.pool.take_slot(pool.LeadingBlocks(1), 0, "t").granted.exception() is not None
     assert len(caplog.records) == 2
+
+
+def test_an_idle_upstream_that_hangs_is_out_after_as_many_seconds_as_probes() -> None:
+    loop = VirtualTimeLoop()
+    day = Pool(ModelSettings(name="m", upstreams=(UpstreamSettings(url="http://h:1"),), protocol="h2"), loop, Access())
+    (upstream,) = day.upstreams
+
+    async def wait_out() -> None:
+        connection = Connection(upstream.address, b"h2")
+        FakeTransport(connection).feed(raw_http2.wire([SETTINGS]))
+        upstream.connections.append(connection)
+        upstream.note_probe(None, loop.time())
+        day.start()
+        while upstream.is_healthy:
+            await asyncio.sleep(pool.PROBE_EVERY_S / 2)
+        await day.close()
+
+    loop.run_until_complete(wait_out())
+    assert loop.time() <= pool.NUM_FAILURES * pool.PROBE_EVERY_S + pool.PROBE_EVERY_S / 2
+    assert "not answered within 1 s" in upstream.why_out
+    loop.close()
 
 
 def test_conversations_find_their_beginnings_and_nothing_is_left_after_upstreams_came_and_went() -> None:

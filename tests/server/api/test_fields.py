@@ -108,10 +108,10 @@ def test_every_field_arrives() -> None:
     ("name", "inside", "outside"),
     [
         ("temperature", (0, 2), (-0.01, 2.01, 2**70)),
-        ("top_p", (0.001, 1), (0, -1, 1.001)),
+        ("top_p", (0, 1), (-0.001, 1.001)),
         ("top_k", (-1, 0, 2**63 - 1), (-2, 2**63)),
         ("min_p", (0, 1), (-0.1, 1.1)),
-        ("typical_p", (0.001, 1), (0, 1.1)),
+        ("typical_p", (0, 1), (-0.1, 1.1)),
         ("top_n_sigma", (-1, 0, 1.5), (-2, 1001)),
         ("xtc_probability", (0, 1), (-0.1, 1.1)),
         ("xtc_threshold", (0, 0.6), (-0.1, 1.1)),
@@ -165,6 +165,19 @@ def test_a_range_holds_to_its_ends(name: str, inside: tuple[Any, ...], outside: 
 )
 def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> None:
     assert param(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"context_policy": "all"}, "context_policy must be one of error, drop_oldest_turns, "),
+        ({"context_policy": {"type": "all"}}, "context_policy.type must be one of error, drop_oldest_turns, "),
+        ({"early_stopping": "maybe"}, "early_stopping must be never, not 'maybe'."),
+        ({"prediction": {"type": "x", "content": "a"}}, "prediction.type must be content, not 'x'."),
+    ],
+)
+def test_a_refusal_names_the_values_that_there_are(fields: dict[str, Any], expected: str) -> None:
+    assert wire.refusal(chat.SURFACE, **ASK, **fields).message.startswith(expected)
 
 
 def test_tools_that_are_not_functions_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

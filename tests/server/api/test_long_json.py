@@ -1,16 +1,18 @@
 """Long bodies are read as short ones are, and within bounds."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequest
-from server.api.decoding import LONG_BYTES, MAX_DEPTH, MAX_ESCAPES, MAX_VALUES, parse_object
+from server.api.decoding import LONG_BYTES, MAX_DEPTH, MAX_ESCAPES, MAX_IDS, MAX_VALUES, decode, parse_object
 
 PADDING = b" " * LONG_BYTES
+PIECE = 2**20  # of a text: read in one step
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.lists(st.integers(0, 10**19)) | st.dictionaries(st.text(), inner),
@@ -87,6 +89,49 @@ def test_what_the_scanner_reads_in_one_step_is_bounded(value: bytes, words: str)
 def test_a_prompt_of_ids_is_as_long_as_the_body_lets_it(separators: tuple[str, str], sign: int) -> None:
     ids = [sign * i for i in range(3 * MAX_VALUES)]
     assert parse_object(json.dumps({"prompt": ids}, separators=separators).encode()) == {"prompt": ids}
+
+
+@pytest.mark.parametrize("end", ['"', "", '\\"', "\n", "\\x", '\\ud83d\\ude00"', "\\u12"])
+@pytest.mark.parametrize("at", [*range(PIECE - 13, PIECE + 2), 2 * PIECE + 5])
+def test_a_text_of_many_parts_is_read_as_one(at: int, end: str) -> None:
+    """Escapes, the text's end, and what is wrong lie at the parts' borders."""
+    before = ('\\"', "ü", "\\\\" * 9)[at % 3]
+    body = f'{{"a":"{before.ljust(at, "x")}{end}, "b":"{"y" * PIECE}"}}'
+    try:
+        found = repr(parse_object(body.encode()))
+    except InvalidRequest as error:
+        found = error.message.removeprefix("The body is not valid JSON: ").removesuffix(".")
+    assert found == read_at_once(body)
+
+
+def read_at_once(body: str) -> str:
+    """By the scanner in C: what `outcome` says, or where it breaks."""
+    try:
+        return repr(json.loads(body))
+    except json.JSONDecodeError as error:
+        return f"{error.msg} at line {error.lineno}, column {error.colno}"
+
+
+class Ids(msgspec.Struct):
+    prompt: str | list[str | int | list[int]]
+    few: Annotated[list[int], msgspec.Meta(max_length=64)] = []
+
+
+def test_a_million_ids_are_read_and_no_more() -> None:
+    ids = [i % 1000 for i in range(MAX_IDS)]
+    for prompt in (ids, [ids[9:], [7]], [*ids[9:], "a"]):
+        assert decode({"prompt": prompt, "x": 1}, Ids, {}) == (Ids(prompt), ("x",))  # type: ignore[arg-type]
+    for fields, words in (
+        ({"prompt": 5}, "must be a string or an array"),
+        ({"prompt": [*ids[9:], None]}, r"prompt\[\d+\] must be"),
+        ({"prompt": [*ids[9:], True]}, r"prompt\[\d+\] must be"),
+        ({"prompt": [[*ids[9:], 0.5]]}, r"prompt\[0\]\[\d+\] must be"),
+        ({"prompt": "", "few": ids}, "few must have at most 64 items"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            decode(fields, Ids, {})
+    with pytest.raises(InvalidRequest, match=f"has more than {MAX_IDS} whole numbers in arrays"):
+        parse_object(json.dumps({"a": ids, "b": [1, 2, 3]}).encode())
 
 
 def test_whole_numbers_of_over_18_digits_and_the_last_of_each_array_count() -> None:

@@ -68,6 +68,45 @@ def test_blocks_become_the_templates_messages() -> None:
     ]
 
 
+def test_what_a_server_tool_found_is_a_result_of_a_call() -> None:
+    """Of another server's history: what it has encrypted stays away, and so do the calls where there is no form."""
+    found = {"type": "web_search_result", "title": "Pandas", "url": "https://p.example", "encrypted_content": "Eo8"}
+    turn = [
+        text("I search."),
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "panda"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [found, found | {"url": None}]},
+        text("A bear."),
+        {"type": "server_tool_use", "id": "s2", "name": "code", "input": {}},
+        {
+            "type": "code_execution_tool_result",
+            "tool_use_id": "s2",
+            "content": {"type": "code_execution_result", "stdout": "7", "stderr": "", "return_code": 0, "content": []},
+        },
+        {"type": "server_tool_use", "id": "s3", "name": "web_search", "input": {}},
+        {
+            "type": "web_search_tool_result",
+            "tool_use_id": "s3",
+            "content": {"type": "web_search_tool_result_error", "error_code": "max_uses_exceeded"},
+        },
+        text("Seven."),
+    ]
+    history = [*ASKED["messages"], {"role": "assistant", "content": turn}, *ASKED["messages"]]
+    told = [(one["role"], one["content"], len(one.get("tool_calls", ()))) for one in prompt(messages=history)]
+    assert told[1:-1] == [
+        ("assistant", "I search.", 1),
+        ("tool", "Pandas\nhttps://p.example\nPandas", 0),
+        ("assistant", "A bear.", 1),
+        ("tool", "7", 0),
+        ("assistant", "", 1),
+        ("tool", "max_uses_exceeded", 0),
+        ("assistant", "Seven.", 0),
+    ]
+    body = json.dumps(ASKED | {"messages": history}).encode()
+    (plain,) = SURFACE.parse(body, lambda model: ("tiny", wire.DEFAULTS)).prompts
+    assert isinstance(plain, ChatPrompt)
+    assert [one["content"] for one in plain.messages[1:-1]] == ["I search.\nA bear.\nSeven."]
+
+
 def test_a_billing_header_is_left_out_and_documents_are_text() -> None:
     billing = text("x-anthropic-billing-header: cc_version=2.1; cch=abc12;")
     for source in (

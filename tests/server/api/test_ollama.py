@@ -45,6 +45,20 @@ def test_options_are_the_fields_of_other_surfaces() -> None:
     assert parse(options={"unheard_of": 1}).unknown_fields == ("unheard_of",)
 
 
+@pytest.mark.parametrize(
+    ("options", "counts_as"),
+    [
+        ({"temperature": 7.5}, {"temperature": 7.5}),
+        ({"temperature": -1}, {"temperature": 0.0}),
+        ({"top_p": 1.5, "min_p": -0.5, "typical_p": 3}, {"top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}),
+        ({"top_p": 0, "min_p": 2, "typical_p": 0}, {"top_p": 1e-6, "min_p": 1.0, "typical_p": 1e-6}),
+    ],
+)
+def test_options_beyond_a_range_count_as_its_end(options: dict[str, Any], counts_as: dict[str, float]) -> None:
+    sampling = parse(options=options).sampling
+    assert {name: getattr(sampling, name) for name in counts_as} == counts_as
+
+
 def test_turns_and_prompts_become_the_templates_messages() -> None:
     call = {"function": {"name": "look", "arguments": {"at": 1}}}
     turns = [
@@ -94,7 +108,7 @@ def test_logprobs_come_with_their_text_or_behind_it() -> None:
         (CHAT, {"messages": [{"role": "user", "images": ["x"]}]}, "messages[0].images"),
         (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_name": "zz"}]}, "messages[0].tool_name"),
         (CHAT, {"options": {"mirostat": 2}}, "mirostat"),
-        (CHAT, {"options": {"temperature": 9}}, "temperature"),
+        (CHAT, {"options": {"repeat_penalty": 0}}, "repeat_penalty"),
         (CHAT, {"options": {"model": "x"}}, "options"),
         (CHAT, {"options": 5}, "options"),
         (CHAT, {"format": "yaml"}, "format"),
