@@ -139,7 +139,7 @@ FLAGS = (
     Flag("--pairs", 7, "of each case", 1),
     Flag(
         "--schemes",
-        (AS_STORED, "int8", "int4"),
+        (AS_STORED, "int8", "fp8", "int4"),
         "of weights, for --deterministic",
         more={"nargs": "+", "choices": (AS_STORED, *QUANTIZE_SCHEMES)},
     ),

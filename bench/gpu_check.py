@@ -1,11 +1,12 @@
 """Settles on a GPU what is proven without one by Triton's interpreter and on a CPU: `python -m bench.gpu_check`.
 
-    python -m bench.gpu_check --part environment|kernels|model|http [--quick] [--device auto|cpu|cuda]
+    python -m bench.gpu_check --part environment|kernels|model|deterministic|http [--quick] [--device auto|cpu|cuda]
 
 - environment: versions, device, ceilings. Each other part begins with the ceilings of its own run.
 - kernels: every kernel and its variants beside its reference in float32; then times and shares of the limit.
 - model: each family beside transformers on the CPU, and a real shape's tokens however steps are sent; then the speed of
   random models in the engine, beside the targets (bench/gpu_run.py).
+- deterministic: --deterministic, its matmuls and whole models alone and in company to the last bit; and what it costs.
 - http: random models through the server's port, and beside the engine alone.
 
 Runs from the source tree, needs no network and installs nothing. What a machine lacks beside torch, triton and
@@ -32,6 +33,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "environment": (),
     "kernels": ("triton",),
     "model": ("transformers",),
+    "deterministic": ("triton", "transformers"),
     "http": SERVER,
 }
 

@@ -329,13 +329,11 @@ def experts(
     kernel = GroupedExperts(config, weights, GATED[activation], lambda _: scores)
 
     def make(weight: Weight, bias: Tensor | None) -> Linear:
-        if weight is weights.router:
-            return lambda _: scores
         return partial(F.linear, weight=_exact(weight), bias=None if bias is None else bias.float())
 
     num_bytes = (stored_as(gate_up)[1] + stored_as(down)[1]) * min(experts, rows * active) / experts + 2 * x.nbytes
     flops = 6.0 * rows * active * width * hidden
-    reference = lambda: (Experts(config, weights, GATED[activation], make)(x.float()),)  # noqa: E731
+    reference = lambda: (Experts(config, weights, GATED[activation], lambda _: scores, make)(x.float()),)  # noqa: E731
     return Problem(lambda: kernel(x), reference, num_bytes, flops)
 
 

@@ -371,7 +371,7 @@ class SequenceStates:
         table, num_free = sequence.table, self.pool.num_free
         if num_free - num_reserved < sequence.num_free_blocks_needed:  # do not look a long prompt up in each step
             return False
-        self.pool.extend(table, _cacheable(sequence))
+        self.pool.extend(table, self._cacheable(sequence))
         num_new = self.num_blocks_to_admit(sequence) - len(table)
         if num_new > self.pool.num_free - num_reserved:
             sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
@@ -384,16 +384,26 @@ class SequenceStates:
         return True
 
     def _restore(self, sequence: Sequence) -> None:
-        keys = self.pool.find_on_host(sequence.table, _cacheable(sequence))
+        keys = self.pool.find_on_host(sequence.table, self._cacheable(sequence))
         start = len(sequence.table) * self._block_size
         end = start + len(keys) * self._block_size
         if keys and self.host.is_cheaper(len(keys), self._step_cost.prefill_s(start, end, sequence.num_prompt_tokens)):
             self.pool.restore(sequence.table, keys)
 
+    def _cacheable(self, sequence: Sequence) -> list[int]:
+        """The tokens that the cache may give it, and one more: logits and hidden states are not cached."""
+        if sequence.pools_all:
+            return []
+        if sequence.num_scored_tokens != ALL_SCORED:
+            return sequence.token_ids[: sequence.num_scored_tokens + 1]
+        return (
+            sequence.token_ids if self._limits.shares_answers else sequence.token_ids[: sequence.num_prompt_tokens + 1]
+        )
+
     def skip_cached(self, sequence: Sequence) -> int:
         """Advance it past what other sequences have published by now. Returns its first position to compute."""
         table, num_computed = sequence.table, sequence.num_computed_tokens
-        num_cached_tokens = self.pool.extend(table, _cacheable(sequence), num_computed)
+        num_cached_tokens = self.pool.extend(table, self._cacheable(sequence), num_computed)
         if self.kept is not None and num_cached_tokens > num_computed:
             self._start_from(sequence, self.kept.read(table.blocks[table.num_published - 1]))
         sequence.num_computed_tokens = max(num_computed, num_cached_tokens)
@@ -420,7 +430,7 @@ class SequenceStates:
             found = {(num_prompt_tokens - 1) // size * size, sequence.table.num_matched * size}
             borders = [border for border in found if max(start, 1) <= border < min(end, num_prompt_tokens)]
         else:
-            borders = [] if start % size else [start]
+            borders = [start] if start % size == 0 and self._limits.shares_answers else []
             before = start // size - 2
             if borders and start - size >= num_prompt_tokens and not self.pool.is_shared(blocks[before]):
                 self.kept.drop(blocks[before])
@@ -451,6 +461,8 @@ class SequenceStates:
 
     def publish(self, sequence: Sequence, end: int) -> bool:
         """Publish the blocks that its first `end` tokens fill. False: an equal block of another is published."""
+        if not self._limits.shares_answers:
+            end = min(end, sequence.num_prompt_tokens)
         return self.pool.publish(sequence.table, sequence.token_ids, end)
 
     def drop_unseen(self, builder: PlanBuilder, sequence: Sequence, start: int) -> None:
@@ -464,12 +476,15 @@ class SequenceStates:
             return
         num_settled = start - sequence.num_in_flight * limits.max_batch_tokens
         end = (num_settled + 1 - limits.window) // self._block_size - 1
-        if self.pool.has_prefix_cache:
+        if self.pool.has_prefix_cache and (limits.shares_answers or not self._is_prompt_published(sequence)):
             end = min(end, table.num_published - 1)
         first = table.num_dropped
         if end > first and builder.sources.isdisjoint(table.blocks[first:end]):
             self.pool.drop(table, end)
             builder.resend(sequence, first, end)
+
+    def _is_prompt_published(self, sequence: Sequence) -> bool:
+        return sequence.table.num_published >= sequence.num_prompt_tokens // self._block_size
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks behind that of its next token: drafts in them were wrong."""
@@ -501,12 +516,3 @@ class SequenceStates:
 def domain_of(request: Request) -> Hashable:
     """Whose recent answers it may see."""
     return request.tenant, request.cache_root
-
-
-def _cacheable(sequence: Sequence) -> list[int]:
-    """The tokens that the cache may give it, and one more: logits and hidden states are not cached."""
-    if sequence.pools_all:
-        return []
-    if sequence.num_scored_tokens == ALL_SCORED:
-        return sequence.token_ids
-    return sequence.token_ids[: sequence.num_scored_tokens + 1]

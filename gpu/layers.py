@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, LatentConfig, RopeConfig
 from gpu.attention import multiply_in_company
-from gpu.linear import Linear, make_linear
+from gpu.linear import Linear
 from gpu.parameters import ExpertWeights, LatentWeights
 from gpu.quant import Weight
 
@@ -87,9 +87,11 @@ class Mlp:
 class Experts:
     """A router, and experts; each token goes through num_active of them, whatever its neighbours."""
 
-    def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, make: MakeLinear) -> None:
+    def __init__(
+        self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, router: Linear, make: MakeLinear
+    ) -> None:
         self._config = config
-        self._router, self._choice_bias = router_of(config, weights, make), weights.choice_bias
+        self._router, self._choice_bias = router, weights.choice_bias
         self.experts = [
             Mlp(
                 make(weights.gate_up[index], _row(weights.gate_up_bias, index)),
@@ -131,14 +133,6 @@ class WithSharedExpert:
         if self._gate is not None:
             added = added * sigmoid(self._gate(x))
         return added.add_(self._experts(x))
-
-
-def router_of(config: ExpertsConfig, weights: ExpertWeights, make: MakeLinear) -> Linear:
-    """hidden -> experts."""
-    if not config.is_router_float:
-        return make(weights.router, weights.router_bias)
-    in_float = make_linear(weights.router, weights.router_bias)
-    return lambda x: in_float(x.float())
 
 
 def shares_of(scores: Tensor, config: ExpertsConfig, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,12 @@ from gpu.kv_cache import num_blocks_for
 from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, draft_room, mtp_bytes, plan_checkpoint
 from gpu.mtp import MtpDrafts, MtpModel, MtpRunner
-from gpu.operators import Operators
+from gpu.operators import Operators, not_deterministic
 from gpu.parallel.ranks import Ranks, Shard
 from gpu.quant import GROUP_SIZES, quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
-from gpu.tune import compile_first, find_operators, timed_steps
+from gpu.tune import compile_first, find_operators, timed_steps, why_not_deterministic
 from gpu.weights import (
     MatrixForm,
     check_checkpoint,
@@ -131,6 +131,8 @@ def load_planned(
         ranks: None: this process computes the whole model.
     """
     choice, part = memory.device, config if shard is None else shard.config
+    if engine.deterministic and (why := why_not_deterministic(part, engine, choice)) is not None:
+        raise not_deterministic(why)
     has_blocks = why_no_blocks(part, engine, choice.device, choice.dtype) is None
     if ranks is None:
         compile_first(part, choice, _multiplied_formats(checkpoint, engine) if has_blocks else set())

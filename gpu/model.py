@@ -17,7 +17,7 @@ from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layers import Block, Experts, Latent, Mlp, Rope, WithSharedExpert, sigmoid
-from gpu.linear import Embed, Linear, make_linear
+from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
@@ -125,7 +125,7 @@ class Model:
         self.config = config
         self.norm = weights.norm  # [hidden]
         self.embed, self.lm_head = _ends(weights, self.operators) if ends is None else ends
-        self.score = None if weights.score is None else make_linear(weights.score, None)  # hidden -> scores
+        self.score = None if weights.score is None else operators.small(weights.score, None)  # hidden -> scores
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]
@@ -360,7 +360,7 @@ def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Bl
         if mlp.shared_gate_up is None or mlp.shared_down is None:
             return experts
         shared = Mlp(operators.linear(mlp.shared_gate_up, None), operators.linear(mlp.shared_down, None), gated)
-        gate = None if mlp.shared_gate is None else make_linear(mlp.shared_gate, None)
+        gate = None if mlp.shared_gate is None else operators.small(mlp.shared_gate, None)
         return WithSharedExpert(experts, shared, gate)
     gate_up = operators.linear(weights.mlp.gate_up, weights.mlp.gate_up_bias)
     return Mlp(gate_up, operators.linear(weights.mlp.down, weights.mlp.down_bias), gated)

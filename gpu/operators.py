@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import ExpertsConfig, RecurrentConfig
+from core.errors import ExitCode, StartupError
 from gpu.attention import AttentionKernels, TorchAttention
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import LayerKV
@@ -28,6 +29,13 @@ from gpu.sampler import MakeSampler
 if TYPE_CHECKING:
     from gpu.cpu_kernels.block_matmul import BlockMatmul
     from gpu.cpu_kernels.low_rank import LowRankKernel
+
+
+def not_deterministic(cause: str) -> StartupError:
+    """--deterministic is refused. cause: a phrase."""
+    fix = "start without --deterministic, or on a CPU with another --dtype or --quantize"
+    return StartupError(f"--deterministic cannot be kept: {cause}.", fix, ExitCode.DEVICE)
+
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
@@ -48,6 +56,7 @@ class Operators:
     has_device_rows = False  # whether rows are read at fixed addresses, so that a graph may hold a step
     make_rows: type[RowOperators] = RowOperators
     ranks: Ranks | None = None  # None: this process computes the whole model
+    is_deterministic = False  # whether a row's bits may not depend on its company, whatever that costs
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)
@@ -61,6 +70,10 @@ class Operators:
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
         return make_linear(weight, bias, is_packed=self._is_packed)
+
+    def small(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The same with a few outputs, in the weight's own format, which may not be the others': a gate, or scores."""
+        return make_linear(weight, bias)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         blocks = self._blocks_of(weight) if self.has_blocks else None
@@ -88,7 +101,14 @@ class Operators:
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         """A layer's experts, with their router."""
-        return Experts(config, weights, gated, self.linear)
+        return Experts(config, weights, gated, self.router(config, weights), self.linear)
+
+    def router(self, config: ExpertsConfig, weights: ExpertWeights) -> Linear:
+        """hidden -> experts."""
+        if not config.is_router_float:
+            return self.linear(weights.router, weights.router_bias)
+        in_float = self.small(weights.router, weights.router_bias)
+        return lambda x: in_float(x.float())
 
     def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
         """What a recurrent layer computes between its matrices."""

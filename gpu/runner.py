@@ -18,7 +18,6 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.drafts import MOST_DRAFTS, DraftModel
-from core.errors import ExitCode, StartupError
 from core.plan import BoolArray, DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
 from gpu.adapters import LoadedAdapter, load_adapter
 from gpu.attention import IntArray
@@ -29,7 +28,7 @@ from gpu.kv_store import CopyTicket, KVOffload, open_offload
 from gpu.linear import Linear
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
-from gpu.operators import Operators
+from gpu.operators import Operators, not_deterministic
 from gpu.parameters import ModelWeights
 from gpu.recurrence import States
 from gpu.rows import LastStates
@@ -96,6 +95,7 @@ class ModelRunner:
         self.drafts: DraftModel | None = None
         self.config = config
         self._engine, self.operators = engine, operators
+        operators.is_deterministic = engine.deterministic  # before the model makes its matmuls
         self.captured = Captured()
         self.offload: KVOffload | None = None
         self.memory = memory
@@ -104,7 +104,9 @@ class ModelRunner:
                 weights = Model(config, weights, operators, takes_adapters=engine.max_loras > 0)
             self.model = weights
             self._streams = open_streams(device)
-            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
+            self._sampler = Sampler(
+                engine.max_sequences, config.vocab_size, device, operators.sampler, engine.deterministic
+            )
             takes_drafts = device.type == "cpu" and operators.ranks is None and not operators.has_device_rows
             max_drafts = MOST_DRAFTS if takes_drafts else 0
             self._to_host = TokensToHost(engine.max_sequences + max_drafts, self._streams)
@@ -140,6 +142,7 @@ class ModelRunner:
             max_drafts=max_drafts,
             num_kept_states=None if config.recurrence is None else memory.num_kept_states,
             window=config.longest_window,
+            shares_answers=not engine.deterministic,
         )
 
     def _tune(self, memory: MemoryPlan) -> Tuning:
@@ -156,17 +159,18 @@ class ModelRunner:
             StartupError: a row's rounding depends on what else is in its step, or may.
         """
         device, counts = memory.device, (1, memory.device.threads)
-        what = None
-        if device.device.type != "cpu" or self.operators.ranks is not None:
-            what = "a GPU, or several devices together, add numbers in an order that depends on the step."
-        else:
-            probes = [(linear, width) for linear, width in self.model.probes(1)]
-            head = partial(self.model.logits, out=None)
-            if not keeps_rounding([*probes, (head, self.config.hidden_size)], device.dtype, counts):
-                what = "this CPU's matmuls round a row by how many there are."
-        if what is not None:
-            fix = "start without --deterministic, or on a CPU with another --dtype or --quantize"
-            raise StartupError(f"--deterministic cannot be kept: {what}", fix, ExitCode.DEVICE)
+        if self.operators.ranks is not None:
+            raise not_deterministic("several devices add their sums in an order that depends on the step")
+        hidden = self.config.hidden_size
+        whole: list[tuple[Linear, int]] = [(one.mlp, hidden) for one in self.model.layers if one.mlp is not None]
+        probes: list[tuple[Linear, int]] = [
+            *whole[-1:],
+            (partial(self.model.logits, out=None), hidden),
+            *self.model.probes(1),
+        ]
+        with _device_errors():
+            if not keeps_rounding(probes, device.dtype, device.device, counts):
+                raise not_deterministic(f"this {device.device.type.upper()} rounds a row by how many there are")
 
     @property
     def measured(self) -> Measured:
@@ -346,7 +350,9 @@ class ModelRunner:
                 self._streams.current.run(partial(self._cache.make_finite, blocks))
 
 
-def keeps_rounding(probes: Iterable[tuple[Linear, int]], dtype: torch.dtype, thread_counts: Iterable[int]) -> bool:
+def keeps_rounding(
+    probes: Iterable[tuple[Linear, int]], dtype: torch.dtype, device: torch.device, thread_counts: Iterable[int]
+) -> bool:
     """Whether each of these matmuls gives a row the same bits in any company and on any of these numbers of threads.
 
     Args:
@@ -354,7 +360,7 @@ def keeps_rounding(probes: Iterable[tuple[Linear, int]], dtype: torch.dtype, thr
     """
     generator = torch.Generator().manual_seed(0)
     for linear, width in probes:
-        x = torch.randn((CHECKED_ROWS[-1], width), generator=generator).to(dtype)
+        x = torch.randn((CHECKED_ROWS[-1], width), generator=generator).to(device, dtype)
         expected: Tensor | None = None
         for threads in dict.fromkeys(thread_counts):
             torch.set_num_threads(threads)

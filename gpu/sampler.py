@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.plan import Int32Array, PromptTargets, SequenceStart, StepPlan
@@ -343,14 +344,21 @@ class Sampler:
     Args:
         vocab_size: the logits' width.
         make_kernel: None: torch samples.
+        has_fixed_logprobs: torch computes logprobs even where a kernel samples: whether one does depends on the others.
 
     launched: the kernel that steps launch; None: call sample().
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, device: torch.device, make_kernel: MakeSampler | None = None
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        make_kernel: MakeSampler | None = None,
+        has_fixed_logprobs: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
+        self._has_fixed_logprobs = has_fixed_logprobs
         self._device = device
         self._chunk_rows = max(1, (NOISE_CHUNK_CPU if device.type == "cpu" else NOISE_CHUNK_CUDA) // vocab_size)
         self._settings = SamplingSlots(num_slots, vocab_size, device)
@@ -379,8 +387,11 @@ class Sampler:
         """What the last launch sampled."""
         kernel, num_rows = self.launched, len(slots)
         assert kernel is not None
+        token_ids = kernel.token_ids[:num_rows]
         find = partial(_logprobs_with, kernel.logprobs[:num_rows], logits)
-        return Sampled(kernel.token_ids[:num_rows], kernel.is_finite[:num_rows], self._requested_logprobs(slots, find))
+        if self._has_fixed_logprobs:
+            find = partial(_logprobs, logits, token_ids)
+        return Sampled(token_ids, kernel.is_finite[:num_rows], self._requested_logprobs(slots, find))
 
     def sample(
         self,
@@ -562,24 +573,42 @@ def _entries(counts: IntArray) -> tuple[IntArray, IntArray]:
 
 def _logprobs(logits: Tensor, token_ids: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """See RequestedLogprobs.find."""
-    logprobs = _some_of(logits, rows).log_softmax(-1)  # [some, vocab]
+    logprobs = _log_softmax(_some_of(logits, rows))  # [some, vocab]
     of_tokens = logprobs.gather(1, _some_of(token_ids, rows).unsqueeze(1)).squeeze(1)
     return of_tokens, *_likeliest(logprobs, most)
 
 
-def _likeliest(found: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The largest of each row and their ids, [rows, most]; on a CPU, equal ones by id, whatever others ask for.
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Of each row alike: a device adds a row up by where it begins among 16 bytes, which padding makes the same."""
+    missing = -logits.shape[-1] % 4
+    if not missing or not logits.is_cuda:
+        return logits.log_softmax(-1)
+    return F.pad(logits, (0, missing), value=float("-inf")).log_softmax(-1)[:, :-missing]
 
-    topk orders equal ones by how many it is asked for. On a device they stay so: to look for them waits for it.
+
+def _likeliest(found: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The largest of each row and their ids, [rows, most]; equal ones by id, whatever others ask for.
+
+    topk orders equal ones by how many it is asked for. To look for them would wait for a device, and a CPU takes ten
+    times as long to make all numbers unlike.
     """
     if found.is_cuda:
-        return tuple(found.topk(most))  # type: ignore[return-value]
+        return likeliest_at_once(found, most)
     values, ids = found.topk(min(most + 1, found.shape[1]))  # one more: the last one asked for may have equals
     for row in (values[:, 1:] == values[:, :-1]).any(1).nonzero().flatten().tolist():
         some = (~(found[row] < values[row, most - 1])).nonzero().flatten()  # by id; NaN comes first, as in topk
         places = found[row, some].argsort(descending=True, stable=True)[:most]
         values[row, :most], ids[row, :most] = found[row, some[places]], some[places]
     return values[:, :most], ids[:, :most]
+
+
+def likeliest_at_once(found: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """As _likeliest, by topk of integers that are ordered by number and then by id: no two are equal."""
+    bits = (found + 0.0).view(torch.int32).long()  # 0.0 for -0.0
+    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)
+    places = torch.arange(found.shape[1], device=found.device)
+    ids = 0xFFFFFFFF - ((ordered << 32 | 0xFFFFFFFF - places).topk(most).values & 0xFFFFFFFF)
+    return found.gather(1, ids), ids
 
 
 def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -672,7 +701,7 @@ def score(
     found: list[tuple[Tensor, ...]] = []
     num_rows = piece_rows(vocab_size)
     for some, token_ids in zip(torch.split(hidden, num_rows), torch.split(wanted, num_rows), strict=True):
-        logprobs = logits_of(some).log_softmax(-1)  # [some, vocab]
+        logprobs = _log_softmax(logits_of(some))  # [some, vocab]
         found.append((logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), *_likeliest(logprobs, most)))
     logprobs, top, top_ids = (_to_host(torch.cat(pieces), streams) for pieces in zip(*found, strict=True))
     slots = plan.slots[[one.row for one in targets]].tolist()

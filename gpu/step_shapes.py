@@ -75,6 +75,8 @@ class StepShapes:
 
     def of(self, step: StepShape) -> StepShape | None:
         """The smallest shape that serves the step; None: none does."""
+        if step.num_decodes > self.decodes[-1]:  # a preempted sequence's own tokens again, a row each
+            return None
         if not step.num_prompts:
             return StepShape(self.decodes[bisect_left(self.decodes, step.num_decodes)])
         return next((shape for shape in self.chunks if shape.serves(step)), None)

@@ -302,9 +302,11 @@ class Steps:
         if not self._is_host:
             blocks = blocks.to(device, torch.int32, copy=True)
         on_device = DeviceTables(blocks, self._sampler.last_tokens, cache.scratch_block, cache.padding_block)
-        largest = StepShape(max_tokens if attention.are_own_tokens_alone else max_rows, 0, max_tokens)
+        self._are_own_alone = attention.are_own_tokens_alone or operators.is_deterministic
+        largest = StepShape(max_tokens if self._are_own_alone else max_rows, 0, max_tokens)
         all_shapes = [*shapes.chunks, largest]
-        self._rows = operators.make_rows(on_device, max_rows, max(shape.num_tokens for shape in all_shapes))
+        sizes = largest.num_rows, max(shape.num_tokens for shape in all_shapes)
+        self._rows = operators.make_rows(on_device, *sizes)
         most_inputs = max(num_inputs(shape, shape.num_rows + max_tokens) for shape in all_shapes)
         self._inputs = torch.full((most_inputs,), NO_SLOT, dtype=torch.int32, device=device)
         self._samples = operators.ranks is None or operators.ranks.rank == 0
@@ -326,8 +328,8 @@ class Steps:
         if self.last_states is not None:
             for start in plan.sequence_starts:
                 self.last_states.clear(start.slot)
-        are_alone, keeps = self._operators.attention.are_own_tokens_alone, self.last_states is not None
-        layout = lay_out(plan, self.tables.num_prompt_tokens, are_alone, keeps and not wants_all)
+        keeps = self.last_states is not None and not wants_all
+        layout = lay_out(plan, self.tables.num_prompt_tokens, self._are_own_alone, keeps)
         if wants_all:
             layout = replace(layout, asked=None)
         is_free = not (wants_all or plan.masked_rows)

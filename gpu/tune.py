@@ -9,7 +9,8 @@
 | matmuls of blocks        | known: numba's kernels with AVX2; int8 and int4 elsewhere by slabs         |
 | layers of few decodes    | known: recorded, where numba's kernels compute all of them                  |
 | threads of a CPU's steps | measured, by a step's tokens                                               |
-| matmuls on a device      | measured, by a matrix's shape, for few rows and for many                   |
+| matmuls on a device      | measured, by a matrix's shape, for few rows and for many; by the kernel of |
+|                          | one fixed tile with --deterministic                                        |
 
 numba's kernels are not measured: each file in cpu_kernels/ has its figures beside torch. Neither numba nor triton is
 imported unless it serves. Descriptions and forget_measured may run on any thread.
@@ -189,6 +190,22 @@ def why_no_graphs(config: ModelConfig, choice: DeviceChoice) -> str | None:
     return why_no_kernels(config, choice) or cuda.why_no_attention(config, choice.dtype)
 
 
+def why_not_deterministic(config: ModelConfig, engine: EngineConfig, choice: DeviceChoice) -> str | None:
+    """Why a row's bits would depend on what else is in its step, as a phrase; None: as far as known they do not."""
+    if choice.device.type == "cpu":
+        return None
+    why = why_no_kernels(config, choice) or cuda.why_no_attention(config, choice.dtype)
+    if why is not None:
+        return f"torch's operators add in an order that depends on the step, and would serve ({why})"
+    parts = {
+        "recurrent layers": config.recurrence is not None,
+        "experts that scale their inputs": config.experts is not None and config.experts.scales_inputs,
+        "adapters (--max-loras, --lora)": engine.max_loras > 0,
+    }
+    found = [name for name, is_there in parts.items() if is_there]
+    return f"on a GPU no kernels of fixed tiles compute {' and '.join(found)}" if found else None
+
+
 def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
     """What computes attention, and why it is not the kernel."""
     is_cuda = choice.device.type == "cuda"
@@ -197,13 +214,13 @@ def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
     return f"torch's operators: {why}" if why else f"{'Triton' if is_cuda else 'numba'}'s kernel over block tables"
 
 
-def describe_matmuls(config: ModelConfig, choice: DeviceChoice) -> str:
+def describe_matmuls(config: ModelConfig, choice: DeviceChoice, engine: EngineConfig) -> str:
     """What computes the layers' matmuls, norms, RoPE and gates."""
     why = why_no_kernels(config, choice)
     if why is not None:
         return f"torch's operators: {why}"
     if choice.device.type == "cuda":
-        return "Triton's kernels or cuBLAS, as measured"
+        return "Triton's kernels" + (", of fixed tiles" if engine.deterministic else " or cuBLAS, as measured")
     return "numba's kernel" if keeps_rows() else "oneDNN, by AMX; int8 and int4 by numba's kernel"
 
 

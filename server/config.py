@@ -387,7 +387,7 @@ class ServerConfig:
     )
     deterministic: bool = _RARE_ENGINE.switch(
         "promise the same bits for the same request and seed, whatever else is computed: check the model's matmuls at"
-        " start, and refuse devices that cannot keep it (GPUs, --tensor-parallel)"
+        " start; on a GPU, multiply by kernels of fixed tiles. What cannot keep it is refused by name"
     )
     no_prefix_cache: bool = _RARE_ENGINE.switch(
         "compute every prompt whole, even if an earlier one began with the same tokens"

@@ -427,7 +427,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     from gpu.memory_plan import estimate, mtp_bytes
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
-    from gpu.tune import describe_attention, describe_graphs, describe_matmuls
+    from gpu.tune import describe_attention, describe_graphs, describe_matmuls, why_not_deterministic
     from gpu.weights import heads_left_out
 
     files, model = _read_model(config, model_path(config, fetches=False))
@@ -465,7 +465,10 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "host memory": offload if plan.offload_bytes else None,
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
-        "matmuls": describe_matmuls(part, plan.device),
+        "matmuls": describe_matmuls(part, plan.device, engine),
+        "deterministic": (why_not_deterministic(part, engine, plan.device) or "promised, and checked at start")
+        if engine.deterministic
+        else None,
         "states": _shown_states(plan) if part.recurrence is not None else None,
         "drafts": _shown_drafts(config, plan, head_bytes, heads_left_out(checkpoint, plan.model, head_bytes > 0)),
         "draft model": None if config.draft is None else f"{format_size(draft_bytes)} with its KV cache",

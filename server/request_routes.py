@@ -8,7 +8,7 @@ from server.api import models
 from server.api.replies import EVENTS
 from server.app import Exchange, Operation, Route
 from server.gate.identity import Caller, Scope
-from server.observing.accounting import NumAsked, requests_reply, timeline_reply
+from server.observing.accounting import NumAsked, ToldRequest, ToldRequests, requests_reply, timeline_reply
 from server.switches import explain_request
 
 REPLY_PREFIXES = (
@@ -71,7 +71,7 @@ def _plain_id(shown: str) -> str:
     return shown
 
 
-_REQUEST = Operation("How a request went, or how it goes", below="{request_id}")
+_REQUEST = Operation("How a request went, or how it goes", answer=ToldRequest, below="{request_id}")
 _AGAIN = Operation(
     "Its stream, from the event behind Last-Event-ID on",
     answer=None,
@@ -81,15 +81,9 @@ _AGAIN = Operation(
 _WHY = Operation("What made a request slow, by simulation", answer=Explanation, below="{request_id}/why")
 _CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")
 
+_LIST = Operation("Requests in progress, the slowest and the failed", answer=ToldRequests, query={"slowest": NumAsked})
 ROUTES = {
-    "/admin/requests": {
-        "GET": Route(
-            list_requests,
-            Scope.ADMIN,
-            needs_model=False,
-            operations=(Operation("Requests in progress, the slowest and the failed", query={"slowest": NumAsked}),),
-        )
-    }
+    "/admin/requests": {"GET": Route(list_requests, Scope.ADMIN, needs_model=False, operations=(_LIST,))},
 }
 PREFIXES = {
     "/admin/requests/": {

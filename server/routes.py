@@ -649,9 +649,13 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     **request_routes.ROUTES,
-    "/admin/engine": {"GET": _shown(show_engine, "The engine's state and counters", Scope.ADMIN)},
+    "/admin/engine": {
+        "GET": _shown(show_engine, "The engine's state and counters", Scope.ADMIN, answer=models.EngineReport)
+    },
     "/admin/cache/clear": {"POST": _shown(clear_cache, "Clear the prefix cache", Scope.ADMIN, answer=models.Status)},
-    "/admin/drain": {"POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, status=202)},
+    "/admin/drain": {
+        "POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, answer=models.Draining, status=202)
+    },
     **tenant_routes.ROUTES,
     **switches.ROUTES,
     **batch_routes.ROUTES,
@@ -692,8 +696,8 @@ _STORED = (
     Operation("The items of its input", below="{response_id}/input_items", query=PAGE),
 )
 _SWITCH = (
-    Operation("Load a model that is started on demand", below="{model}/load"),
-    Operation("Unload it", below="{model}/unload"),
+    Operation("Load a model that is started on demand", answer=models.ModelState, below="{model}/load"),
+    Operation("Unload it", answer=models.ModelState, below="{model}/unload"),
 )
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS, operations=(_MODEL,))},

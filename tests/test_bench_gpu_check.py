@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_check, gpu_http, gpu_kernels, gpu_model, gpu_run
+from bench import gpu_check, gpu_deterministic, gpu_http, gpu_kernels, gpu_model, gpu_run
 from bench.gpu_kernels import (
     Draw,
     KernelCase,
@@ -89,7 +89,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         yield Row("Ceilings", {"case": "ceilings"})
 
     case = Case("ceilings", ceilings, 60.0, "Ceilings")
-    for module in (gpu_kernels, gpu_model, gpu_http):
+    for module in (gpu_kernels, gpu_model, gpu_deterministic, gpu_http):
         monkeypatch.setattr(module, "ceilings_case", lambda: case)
 
 
@@ -113,6 +113,14 @@ def test_kernels_are_held_against_their_references(builder: str, known_speed: No
     assert len(timed) == sum(builder in f"time of {case.name}" for case in timed_cases(True, False))
     assert all(share > 0 for share in timed)
     assert builder in (tmp_path / "gpu-kernels.md").read_text()
+
+
+def test_rows_and_requests_are_held_against_themselves_alone(known_speed: None, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    for only, rows in (("matmul plain", 3), ("tiny: company", 1)):
+        code, found = run_here("deterministic", only, tmp_path)
+        assert code == 0
+        assert verdicts(found) == [OK] * rows
 
 
 def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:

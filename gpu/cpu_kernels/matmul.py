@@ -22,10 +22,12 @@ from torch import Tensor
 
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
+    FLOAT,
     FLOATS,
     LANES,
     PAIRS,
     REGISTER_BYTES,
+    broadcast,
     constant,
     emit_by_count,
     emit_products,
@@ -33,6 +35,7 @@ from gpu.cpu_kernels.vectors import (
     load,
     load_floats,
     load_widened,
+    multiply_add,
     nothing,
     offset,
     operation,
@@ -62,6 +65,7 @@ PANEL_ROWS = 256  # at a time
 # all blocks of a piece.
 CACHED_BYTES = 768 * 1024
 MOST_PIECE_BLOCKS = 8
+FLOAT_TILE_ROWS = 8
 
 
 def make_tile(most_lines, num_registers=BLOCK_REGISTERS):
@@ -227,6 +231,46 @@ def _multiply_blocks(x, x_stride, weights, num_blocks, num_pairs, num_rows, sums
             multiply_part(
                 x + 4 * first, x_stride, at, some, num_rows, sums + block * num_rows * SUM_ROW_BYTES, following
             )
+
+
+def make_float_tile(num_registers, adds):
+    """An operation: a small matmul in float32, whose sums lie in registers.
+
+    Args:
+        adds: to what the target has, scaled; False: the target is overwritten.
+    """
+
+    @operation(nothing, *[types.int64] * 7, types.float32)
+    def tile(builder, rows, row_bytes, num_inner, columns, column_bytes, target, target_bytes, scale):
+        """Eight rows [8, num_inner] times columns [num_inner, 16 * num_registers], float32.
+
+        Args:
+            row_bytes, column_bytes, target_bytes: from one row of each to the next.
+        """
+        places = []
+        for row in range(FLOAT_TILE_ROWS):
+            at = builder.add(target, builder.mul(target_bytes, constant(row)))
+            places.append([offset(builder, at, REGISTER_BYTES * n) for n in range(num_registers)])
+        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
+        scales = broadcast(builder, scale, FLOATS)
+        for of_row, at_row in zip(sums, places, strict=True):
+            for register, place in zip(of_row, at_row, strict=True):
+                first = builder.fmul(load(builder, place, FLOATS), scales) if adds else zeros.emit(builder)
+                builder.store(first, register)
+        with cgutils.for_range(builder, num_inner) as loop:
+            at = builder.add(columns, builder.mul(loop.index, column_bytes))
+            column = [load(builder, offset(builder, at, REGISTER_BYTES * n), FLOATS) for n in range(num_registers)]
+            place = builder.add(rows, builder.mul(loop.index, constant(4)))
+            for row, of_row in enumerate(sums):
+                number = load(builder, builder.add(place, builder.mul(row_bytes, constant(row))), FLOAT)
+                number = broadcast(builder, number, FLOATS)
+                for register, value in zip(of_row, column, strict=True):
+                    builder.store(multiply_add.emit(builder, number, value, builder.load(register)), register)
+        for of_row, at_row in zip(sums, places, strict=True):
+            for register, place in zip(of_row, at_row, strict=True):
+                store(builder, place, builder.load(register))
+
+    return tile
 
 
 @cfunc(types.void(types.int64), cache=True)

@@ -20,40 +20,31 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, RecurrentConfig
 from gpu.attention import IntArray
+from gpu.cpu_kernels.matmul import FLOAT_TILE_ROWS, make_float_tile
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
-    FLOAT,
-    FLOATS,
     LANES,
     MOST_EXPONENT,
     ONE,
     REGISTER_BYTES,
     ROUNDER,
     add_exponents,
-    broadcast,
     clear_outside,
-    constant,
     exp2,
     keep,
     larger,
-    load,
     load_floats,
     load_integer,
     load_widened,
     multiply_add,
-    nothing,
-    offset,
-    operation,
     pointer,
     smaller,
     spread,
     spread_float,
-    store,
     store_floats,
     store_rounded,
     take_next,
@@ -64,7 +55,6 @@ from gpu.cpu_kernels.vectors import (
 from gpu.parameters import RecurrentWeights
 from gpu.recurrence import DELTA_EPS, DeltaNet, RecurrentRows, StateSpace
 
-TILE_ROWS = 8
 PANEL_REGISTERS = 2
 PANEL_COLUMNS, PANEL_BYTES = PANEL_REGISTERS * LANES, PANEL_REGISTERS * REGISTER_BYTES
 ROW_BYTES = 4 * BLOCK_SIZE  # of a block's numbers for one of its tokens, or of one dimension's for all of them
@@ -79,27 +69,36 @@ EXACT_EXP2 = tuple(np.float32(math.log(2) ** power / math.factorial(power)) for 
 assert BLOCK_SIZE == LANES, "a register has a number of each of a block's tokens"
 
 
-class DeltaArguments(ctypes.Structure):
-    """Of delta_net. Addresses are of first elements."""
+class Arguments(ctypes.Structure):
+    """Of delta_net; or of convolve_channels, state_space and gate_and_norm, in this order: * theirs alone.
+
+    Addresses are of first elements.
+    """
 
     _fields_ = (
         *integers(
             "next_piece",  # 0
-            "taken",  # bf16 [tokens, taken_size]: channels, gates of the output, strengths, steps
+            "taken",  # bf16 [tokens, taken_size]: channels, gates of the output, strengths, steps; *: channels
+            "gates",  # *: bf16 [tokens, taken_size]
+            "steps",  # *: bf16 [tokens, taken_size]
+            "convolved",  # *: float32 [tokens, channels]: values, keys, queries
+            "found",  # *: float32 [tokens, num_heads * value_dim]: what is read of the memories, and beside them
             "out",  # bf16 [tokens, num_heads * value_dim]
             "inputs",  # bf16 [states, taps - 1, channels]
             "memory",  # float32 [states, num_heads, key_dim, value_dim]
             "convolution",  # float32 [taps, channels]
-            "bias",  # 0: there is none
+            "bias",  # float32 [channels]; 0: there is none
             "rate",  # float64 [num_heads]
             "step_bias",  # float64 [num_heads]
-            "norm",  # float32 [value_dim]
+            "skip",  # *: float32 [num_heads]
+            "norm",  # float32 [value_dim]; *: [num_heads * value_dim], 0: there is none
             "runs",  # int64 [num_runs, 5]: first, end, start, read, write
             "saves",  # int64 [num_saves, 3]: run, position, state
             "singles",  # int64 [num_singles, 3]: token, read, write; each is computed after those before it
             "num_runs",
             "num_saves",
             "num_singles",
+            "num_tokens",
             "taken_size",
             "taps",
             "channels",
@@ -107,57 +106,20 @@ class DeltaArguments(ctypes.Structure):
             "num_heads",
             "key_dim",
             "value_dim",
+            "heads_per_piece",  # *
+            "is_normed_first",  # *
         ),
         ("eps", ctypes.c_float),
     )
 
 
-_DELTA = np.dtype(DeltaArguments)
-
-
-def _make_tile(num_registers, adds):
-    """
-    Args:
-        adds: to what the target has, scaled; False: the target is overwritten.
-    """
-
-    @operation(nothing, *[types.int64] * 7, types.float32)
-    def tile(builder, rows, row_bytes, num_inner, columns, column_bytes, target, target_bytes, scale):
-        """Eight rows [8, num_inner] times columns [num_inner, 16 * num_registers], float32.
-
-        Args:
-            row_bytes, column_bytes, target_bytes: from one row of each to the next.
-        """
-        places = []
-        for row in range(TILE_ROWS):
-            at = builder.add(target, builder.mul(target_bytes, constant(row)))
-            places.append([offset(builder, at, REGISTER_BYTES * n) for n in range(num_registers)])
-        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
-        scales = broadcast(builder, scale, FLOATS)
-        for of_row, at_row in zip(sums, places, strict=True):
-            for register, place in zip(of_row, at_row, strict=True):
-                first = builder.fmul(load(builder, place, FLOATS), scales) if adds else zeros.emit(builder)
-                builder.store(first, register)
-        with cgutils.for_range(builder, num_inner) as loop:
-            at = builder.add(columns, builder.mul(loop.index, column_bytes))
-            column = [load(builder, offset(builder, at, REGISTER_BYTES * n), FLOATS) for n in range(num_registers)]
-            place = builder.add(rows, builder.mul(loop.index, constant(4)))
-            for row, of_row in enumerate(sums):
-                number = load(builder, builder.add(place, builder.mul(row_bytes, constant(row))), FLOAT)
-                number = broadcast(builder, number, FLOATS)
-                for register, value in zip(of_row, column, strict=True):
-                    builder.store(multiply_add.emit(builder, number, value, builder.load(register)), register)
-        for of_row, at_row in zip(sums, places, strict=True):
-            for register, place in zip(of_row, at_row, strict=True):
-                store(builder, place, builder.load(register))
-
-    return tile
+_ARGUMENTS = np.dtype(Arguments)
 
 
 _tile, _add_tile, _narrow_tile = (
-    _make_tile(PANEL_REGISTERS, False),
-    _make_tile(PANEL_REGISTERS, True),
-    _make_tile(1, False),
+    make_float_tile(PANEL_REGISTERS, False),
+    make_float_tile(PANEL_REGISTERS, True),
+    make_float_tile(1, False),
 )
 
 
@@ -251,6 +213,32 @@ def _store_out(args, token, head, values):
 
 
 @njit(cache=True)
+def _run_of(args, run):
+    """First and end among the step's tokens, the first one's position, and the states that are read and written."""
+    row = args.runs + 40 * run
+    return (
+        load_integer(row),
+        load_integer(row + 8),
+        load_integer(row + 16),
+        load_integer(row + 24),
+        load_integer(row + 32),
+    )
+
+
+@njit(cache=True)
+def _single_of(args, single):
+    """Token, and the states that are read and written."""
+    row = args.singles + 24 * single
+    return load_integer(row), load_integer(row + 8), load_integer(row + 16)
+
+
+@njit(cache=True)
+def _clear(at, num_bytes):
+    for place in range(at, at + num_bytes, REGISTER_BYTES):
+        store_floats(place, zeros())
+
+
+@njit(cache=True)
 def _copy(source, target, num_bytes):
     for at in range(0, num_bytes, REGISTER_BYTES):
         store_floats(target + at, load_floats(source + at))
@@ -295,7 +283,7 @@ def _score(args, reading, turned, scores):
         into = carray(pointer(turned), (args.key_dim, BLOCK_SIZE), np.float32)
         for dim in range(args.key_dim):
             into[dim, index] = numbers[dim]
-    for row in range(0, 2 * BLOCK_SIZE, TILE_ROWS):
+    for row in range(0, 2 * BLOCK_SIZE, FLOAT_TILE_ROWS):
         rows = reading + 4 * row * args.key_dim
         _narrow_tile(rows, 4 * args.key_dim, args.key_dim, turned, ROW_BYTES, scores + row * ROW_BYTES, ROW_BYTES, ZERO)
 
@@ -351,7 +339,7 @@ def _scan_block(args, memory, reading, turned, scores, values, strengths, decays
             store_floats(queries + at, load_floats(reading + key_dim * ROW_BYTES + at) * by)
     scale = carray(pointer(since), BLOCK_SIZE, np.float32)[BLOCK_SIZE - 1]
     for column in range(0, row_bytes, PANEL_BYTES):
-        for row in range(0, BLOCK_SIZE, TILE_ROWS):
+        for row in range(0, BLOCK_SIZE, FLOAT_TILE_ROWS):
             rows = reading + 4 * row * key_dim
             target = wanted + row * PANEL_BYTES
             _tile(rows, 4 * key_dim, key_dim, memory + column, row_bytes, target, PANEL_BYTES, ZERO)
@@ -361,17 +349,34 @@ def _scan_block(args, memory, reading, turned, scores, values, strengths, decays
                 found = load_floats(wanted + row * PANEL_BYTES + at)
                 value = load_floats(values + row * row_bytes + column + at)
                 store_floats(wanted + row * PANEL_BYTES + at, strength * multiply_add(minus, found, value))
-        for row in range(0, BLOCK_SIZE, TILE_ROWS):
+        for row in range(0, BLOCK_SIZE, FLOAT_TILE_ROWS):
             rows, target = row * ROW_BYTES, added + row * PANEL_BYTES
             _tile(inverse + rows, ROW_BYTES, BLOCK_SIZE, wanted, PANEL_BYTES, target, PANEL_BYTES, ZERO)
-        for row in range(0, BLOCK_SIZE, TILE_ROWS):
+        for row in range(0, BLOCK_SIZE, FLOAT_TILE_ROWS):
             rows, target = queries + 4 * row * key_dim, values + row * row_bytes + column
             _tile(rows, 4 * key_dim, key_dim, memory + column, row_bytes, target, row_bytes, ZERO)
             rows = within + row * ROW_BYTES
             _add_tile(rows, ROW_BYTES, BLOCK_SIZE, added, PANEL_BYTES, target, row_bytes, ONE)
-        for row in range(0, key_dim, TILE_ROWS):
+        for row in range(0, key_dim, FLOAT_TILE_ROWS):
             target = memory + row * row_bytes + column
             _add_tile(writing + row * ROW_BYTES, ROW_BYTES, BLOCK_SIZE, added, PANEL_BYTES, target, row_bytes, scale)
+
+
+@njit(cache=True)
+def _remember(args, source, target, key, query, column, low, high, decays, out):
+    """Add a panel's values by the key to what is left of a memory, and write what the query reads of it to `out`."""
+    row_bytes = 4 * args.value_dim
+    read_low, read_high = zeros(), zeros()
+    for dim in range(args.key_dim):
+        at, by = dim * row_bytes + column, spread_float(key + 4 * dim)
+        new_low = multiply_add(by, low, decays * load_floats(source + at))
+        new_high = multiply_add(by, high, decays * load_floats(source + at + REGISTER_BYTES))
+        store_floats(target + at, new_low)
+        store_floats(target + at + REGISTER_BYTES, new_high)
+        by = spread_float(query + 4 * dim)
+        read_low, read_high = multiply_add(by, new_low, read_low), multiply_add(by, new_high, read_high)
+    store_floats(out + column, read_low)
+    store_floats(out + column + REGISTER_BYTES, read_high)
 
 
 @njit(cache=True)
@@ -391,25 +396,13 @@ def _recur(args, source, target, key, query, values, strength, decay):
             low, high = multiply_add(by, load_floats(at), low), multiply_add(by, load_floats(at + REGISTER_BYTES), high)
         low = strengths * (load_floats(values + column) - decays * low)
         high = strengths * (load_floats(values + column + REGISTER_BYTES) - decays * high)
-        read_low, read_high = zeros(), zeros()
-        for dim in range(args.key_dim):
-            at, by = dim * row_bytes + column, spread_float(key + 4 * dim)
-            new_low = multiply_add(by, low, decays * load_floats(source + at))
-            new_high = multiply_add(by, high, decays * load_floats(source + at + REGISTER_BYTES))
-            store_floats(target + at, new_low)
-            store_floats(target + at + REGISTER_BYTES, new_high)
-            by = spread_float(query + 4 * dim)
-            read_low, read_high = multiply_add(by, new_low, read_low), multiply_add(by, new_high, read_high)
-        store_floats(values + column, read_low)
-        store_floats(values + column + REGISTER_BYTES, read_high)
+        _remember(args, source, target, key, query, column, low, high, decays, values)
 
 
 @njit(cache=True)
 def _scan(args, key_head, run, spare):
     """A run of a key head and the heads that share it."""
-    row = args.runs + 40 * run
-    first, end, start = load_integer(row), load_integer(row + 8), load_integer(row + 16)
-    read, write = load_integer(row + 24), load_integer(row + 32)
+    first, end, start, read, write = _run_of(args, run)
     shared, key_dim, value_dim = args.num_heads // args.num_key_heads, args.key_dim, args.value_dim
     memory_bytes, saves = 4 * key_dim * value_dim, carray(pointer(args.saves), (args.num_saves, 3), np.int64)
     reading = spare
@@ -430,9 +423,8 @@ def _scan(args, key_head, run, spare):
             if 0 <= shift + index < num_tokens:
                 _key_and_query(args, key_head, read, first, shift + index, rest, key, query)
             else:
-                for at in range(0, 4 * key_dim, REGISTER_BYTES):
-                    store_floats(key + at, zeros())
-                    store_floats(query + at, zeros())
+                _clear(key, 4 * key_dim)
+                _clear(query, 4 * key_dim)
         _score(args, reading, turned, scores)
         for head in range(key_head * shared, (key_head + 1) * shared):
             channel, decay = 2 * args.num_key_heads * key_dim + head * value_dim, ZERO
@@ -444,8 +436,7 @@ def _scan(args, key_head, run, spare):
                     decay += step
                 else:
                     strength_of[index] = ZERO
-                    for at in range(0, 4 * value_dim, REGISTER_BYTES):
-                        store_floats(value + at, zeros())
+                    _clear(value, 4 * value_dim)
                 decay_of[index] = decay
             memory = _memory(args, write, head)
             _scan_block(args, memory, reading, turned, scores, values, strengths, decays, rest)
@@ -463,7 +454,7 @@ def _scan(args, key_head, run, spare):
 @cfunc(types.void(types.int64), cache=True)
 def delta_net(arguments):
     """Take key heads until none is left: any number of threads at once. arguments: the address of DeltaArguments."""
-    args = carray(pointer(arguments), 1, _DELTA)[0]
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
     key_dim, value_dim, shared = args.key_dim, args.value_dim, args.num_heads // args.num_key_heads
     spare = np.empty((5 * key_dim + value_dim + 131) * LANES, dtype=np.float32)
     scratch = spare.ctypes.data  # as _scan divides it
@@ -474,8 +465,7 @@ def delta_net(arguments):
         for run in range(args.num_runs):
             _scan(args, key_head, run, scratch)
         for single in range(args.num_singles):
-            row = args.singles + 24 * single
-            token, read, write = load_integer(row), load_integer(row + 8), load_integer(row + 16)
+            token, read, write = _single_of(args, single)
             _key_and_query(args, key_head, read, token, 0, rest, key, query)
             for head in range(key_head * shared, (key_head + 1) * shared):
                 channel = 2 * args.num_key_heads * key_dim + head * value_dim
@@ -490,99 +480,10 @@ def delta_net(arguments):
     keep(spare)
 
 
-class KernelDeltaNet(DeltaNet):
-    """config: `can_compute` it."""
-
-    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
-        super().__init__(config, weights)
-        self._convolution, self._kernel = weights.convolution, Kernel(delta_net)
-
-    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
-        own, states = self._config, rows.states.layers[layer]
-        runs, saves, singles = _tables(rows)
-        taken = taken.contiguous()
-        out = taken.new_empty((len(taken), own.output_size))
-        arguments = DeltaArguments(
-            taken=taken.data_ptr(),
-            out=out.data_ptr(),
-            inputs=states.inputs.data_ptr(),
-            memory=states.memory.data_ptr(),
-            convolution=self._convolution.data_ptr(),
-            rate=self._rate.data_ptr(),
-            step_bias=self._step_bias.data_ptr(),
-            norm=self._norm.data_ptr(),
-            runs=runs.ctypes.data,
-            saves=saves.ctypes.data,
-            singles=singles.ctypes.data,
-            num_runs=len(runs),
-            num_saves=len(saves),
-            num_singles=len(singles),
-            taken_size=own.input_size,
-            taps=own.taps,
-            channels=own.channels,
-            num_key_heads=own.num_key_heads,
-            num_heads=own.num_heads,
-            key_dim=own.key_dim,
-            value_dim=own.value_dim,
-            eps=own.eps,
-        )
-        work = len(taken) * own.num_heads * own.key_dim * own.value_dim // NUMBERS_PER_THREAD
-        self._kernel(arguments, max(1, min(torch.get_num_threads(), own.num_key_heads, work)))
-        return out
-
-
-def _table(width: int, rows: Sequence[tuple[int, ...]]) -> IntArray:
-    return np.array(rows, np.int64).reshape(-1, width)
-
-
-class StateSpaceArguments(ctypes.Structure):
-    """Of convolve_channels, state_space and gate_and_norm, in this order. Addresses are of first elements."""
-
-    _fields_ = (
-        *integers(
-            "next_piece",  # 0
-            "taken",  # bf16 [tokens, taken_size], from the channels on: values, keys, queries
-            "gates",  # bf16 [tokens, taken_size]
-            "steps",  # bf16 [tokens, taken_size]
-            "convolved",  # float32 [tokens, channels]
-            "found",  # float32 [tokens, num_heads * value_dim]: what is read of the memories, and beside them
-            "out",  # bf16 [tokens, num_heads * value_dim]
-            "inputs",  # bf16 [states, taps - 1, channels]
-            "memory",  # float32 [states, num_heads, key_dim, value_dim]
-            "convolution",  # float32 [taps, channels]
-            "bias",  # float32 [channels]; 0: there is none
-            "rate",  # float64 [num_heads]
-            "step_bias",  # float64 [num_heads]
-            "skip",  # float32 [num_heads]
-            "norm",  # float32 [num_heads * value_dim]; 0: there is none
-            "runs",  # these three: see DeltaArguments
-            "saves",
-            "singles",
-            "num_runs",
-            "num_saves",
-            "num_singles",
-            "num_tokens",
-            "taken_size",
-            "taps",
-            "channels",
-            "num_key_heads",
-            "num_heads",
-            "key_dim",
-            "value_dim",
-            "heads_per_piece",
-            "is_normed_first",
-        ),
-        ("eps", ctypes.c_float),
-    )
-
-
-_SPACE = np.dtype(StateSpaceArguments)
-
-
 @cfunc(types.void(types.int64), cache=True)
 def convolve_channels(arguments):
     """Take some channels of all tokens until none are left: any number of threads at once."""
-    args = carray(pointer(arguments), 1, _SPACE)[0]
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
     saves = carray(pointer(args.saves), (args.num_saves, 3), np.int64)
     rounded_ones = np.empty(LANES, dtype=np.float32)
     spare = rounded_ones.ctypes.data
@@ -590,9 +491,7 @@ def convolve_channels(arguments):
     while channel < args.channels:
         num_channels, target = min(CHANNELS_PER_PIECE, args.channels - channel), args.convolved + 4 * channel
         for run in range(args.num_runs):
-            row = args.runs + 40 * run
-            first, end, start = load_integer(row), load_integer(row + 8), load_integer(row + 16)
-            read, write = load_integer(row + 24), load_integer(row + 32)
+            first, end, start, read, write = _run_of(args, run)
             for token in range(end - first):
                 at = target + 4 * (first + token) * args.channels
                 _convolve(args, read, first, token, channel, num_channels, spare, at)
@@ -601,8 +500,7 @@ def convolve_channels(arguments):
                     _keep_channels(args, channel, num_channels, read, first, saves[save, 1] - start, saves[save, 2])
             _keep_channels(args, channel, num_channels, read, first, end - first, write)
         for single in range(args.num_singles):
-            row = args.singles + 24 * single
-            token, read, write = load_integer(row), load_integer(row + 8), load_integer(row + 16)
+            token, read, write = _single_of(args, single)
             at = target + 4 * token * args.channels
             _convolve(args, read, token, 0, channel, num_channels, spare, at)
             _keep_channels(args, channel, num_channels, read, token, 1, write)
@@ -650,12 +548,12 @@ def _mix_block(args, memory, reading, turned, scores, values, found, decays, spa
         store_floats(writing + at, load_floats(turned + at) * left)
     scale = carray(pointer(since), BLOCK_SIZE, np.float32)[BLOCK_SIZE - 1]
     for column in range(0, row_bytes, PANEL_BYTES):
-        for row in range(0, BLOCK_SIZE, TILE_ROWS):
+        for row in range(0, BLOCK_SIZE, FLOAT_TILE_ROWS):
             rows, target = queries + 4 * row * key_dim, found + row * row_bytes + column
             _tile(rows, 4 * key_dim, key_dim, memory + column, row_bytes, target, row_bytes, ZERO)
             rows = within + row * ROW_BYTES
             _add_tile(rows, ROW_BYTES, BLOCK_SIZE, values + column, row_bytes, target, row_bytes, ONE)
-        for row in range(0, key_dim, TILE_ROWS):
+        for row in range(0, key_dim, FLOAT_TILE_ROWS):
             rows, target = writing + row * ROW_BYTES, memory + row * row_bytes + column
             _add_tile(rows, ROW_BYTES, BLOCK_SIZE, values + column, row_bytes, target, row_bytes, scale)
 
@@ -663,9 +561,8 @@ def _mix_block(args, memory, reading, turned, scores, values, found, decays, spa
 @njit(cache=True)
 def _mix_run(args, head, end_head, run, spare):
     """Some heads of a group, of a run."""
-    row = args.runs + 40 * run
-    first, end, start = load_integer(row), load_integer(row + 8), load_integer(row + 16)
-    read, write, num_tokens = load_integer(row + 24), load_integer(row + 32), end - first
+    first, end, start, read, write = _run_of(args, run)
+    num_tokens = end - first
     key_dim, value_dim, group = args.key_dim, args.value_dim, head // (args.num_heads // args.num_key_heads)
     saves = carray(pointer(args.saves), (args.num_saves, 3), np.int64)
     memory_bytes, keys = 4 * (end_head - head) * key_dim * value_dim, args.num_heads * value_dim + group * key_dim
@@ -721,12 +618,6 @@ def _add_skipped(args, token, head, found):
 
 
 @njit(cache=True)
-def _clear(at, num_bytes):
-    for place in range(at, at + num_bytes, REGISTER_BYTES):
-        store_floats(place, zeros())
-
-
-@njit(cache=True)
 def _mix_single(args, head, token, read, write, spare):
     """One token of a head."""
     row_bytes, group = 4 * args.value_dim, head // (args.num_heads // args.num_key_heads)
@@ -738,24 +629,14 @@ def _mix_single(args, head, token, read, write, spare):
     steps, decays = spread(step), spread(np.float32(math.exp(np.float64(decay))))
     for column in range(0, row_bytes, PANEL_BYTES):
         low, high = load_floats(at + column) * steps, load_floats(at + column + REGISTER_BYTES) * steps
-        read_low, read_high = zeros(), zeros()
-        for dim in range(args.key_dim):
-            place, by = dim * row_bytes + column, spread_float(key + 4 * dim)
-            new_low = multiply_add(by, low, decays * load_floats(source + place))
-            new_high = multiply_add(by, high, decays * load_floats(source + place + REGISTER_BYTES))
-            store_floats(target + place, new_low)
-            store_floats(target + place + REGISTER_BYTES, new_high)
-            by = spread_float(query + 4 * dim)
-            read_low, read_high = multiply_add(by, new_low, read_low), multiply_add(by, new_high, read_high)
-        store_floats(spare + column, read_low)
-        store_floats(spare + column + REGISTER_BYTES, read_high)
+        _remember(args, source, target, key, query, column, low, high, decays, spare)
     _add_skipped(args, token, head, spare)
 
 
 @cfunc(types.void(types.int64), cache=True)
 def state_space(arguments):
     """Take some heads of a group, of all tokens, until none are left: any number of threads at once."""
-    args = carray(pointer(arguments), 1, _SPACE)[0]
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
     spare = np.empty((5 * args.key_dim + 2 * args.value_dim + 65) * LANES, dtype=np.float32)
     scratch, shared = spare.ctypes.data, args.num_heads // args.num_key_heads
     per_group = (shared + args.heads_per_piece - 1) // args.heads_per_piece
@@ -767,8 +648,7 @@ def state_space(arguments):
         for run in range(args.num_runs):
             _mix_run(args, head, end_head, run, scratch)
         for single in range(args.num_singles):
-            row = args.singles + 24 * single
-            token, read, write = load_integer(row), load_integer(row + 8), load_integer(row + 16)
+            token, read, write = _single_of(args, single)
             for one in range(head, end_head):
                 _mix_single(args, one, token, read, write, scratch)
         piece = take_next(arguments)
@@ -778,7 +658,7 @@ def state_space(arguments):
 @cfunc(types.void(types.int64), cache=True)
 def gate_and_norm(arguments):
     """Take tokens until none is left: any number of threads at once."""
-    args = carray(pointer(arguments), 1, _SPACE)[0]
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
     size = args.num_heads * args.value_dim
     width, token = size // args.num_key_heads, take_next(arguments)
     while token < args.num_tokens:
@@ -803,46 +683,36 @@ def gate_and_norm(arguments):
         token = take_next(arguments)
 
 
-class KernelStateSpace(StateSpace):
-    """config: `can_compute` it."""
+class _Common:
+    """What both kinds of layers tell their kernels."""
 
     def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
-        super().__init__(config, weights)
-        self._convolution = weights.convolution
+        self._own, self._weights = config, weights
         self._bias = None if weights.convolution_bias is None else weights.convolution_bias.float()
-        self._kernels = Kernel(convolve_channels), Kernel(state_space), Kernel(gate_and_norm)
 
-    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
-        own, states = self._config, rows.states.layers[layer]
-        runs, saves, singles = _tables(rows)
-        taken, num_tokens = taken.contiguous(), len(taken)
-        convolved = taken.new_empty((num_tokens, own.channels), dtype=torch.float32)
-        found = taken.new_empty((num_tokens, own.output_size), dtype=torch.float32)
-        out, first = torch.empty_like(found, dtype=taken.dtype), taken.data_ptr()
-        num_threads = max(1, min(torch.get_num_threads(), found.numel() * own.key_dim // NUMBERS_PER_THREAD))
-        shared = own.num_heads // own.num_key_heads
-        arguments = StateSpaceArguments(
-            taken=first + 2 * own.output_size,
-            gates=first,
-            steps=first + 2 * (own.output_size + own.channels),
-            convolved=convolved.data_ptr(),
-            found=found.data_ptr(),
+    def run(
+        self, kernels: Sequence[Kernel], num_threads: int, given: Tensor, rows: RecurrentRows, layer: int, **more: int
+    ) -> Tensor:
+        """Run kernels in turn. given: [tokens, input_size]; more: the kind's own; returns [tokens, output_size]."""
+        own, states = self._own, rows.states.layers[layer]
+        runs = _table(5, [(run.first, run.end, run.start, run.read, run.write) for run in rows.runs])
+        saves = _table(3, [(number, *save) for number, run in enumerate(rows.runs) for save in run.saves])
+        singles = _table(3, rows.singles)
+        out = given.new_empty((len(given), own.output_size))
+        arguments = Arguments(
+            **{"taken": given.data_ptr()} | more,
             out=out.data_ptr(),
             inputs=states.inputs.data_ptr(),
             memory=states.memory.data_ptr(),
-            convolution=self._convolution.data_ptr(),
+            convolution=self._weights.convolution.data_ptr(),
             bias=0 if self._bias is None else self._bias.data_ptr(),
-            rate=self._rate.data_ptr(),
-            step_bias=self._step_bias.data_ptr(),
-            skip=self._skip.data_ptr(),
-            norm=0 if self._norm is None else self._norm.data_ptr(),
             runs=runs.ctypes.data,
             saves=saves.ctypes.data,
             singles=singles.ctypes.data,
             num_runs=len(runs),
             num_saves=len(saves),
             num_singles=len(singles),
-            num_tokens=num_tokens,
+            num_tokens=len(given),
             taken_size=own.input_size,
             taps=own.taps,
             channels=own.channels,
@@ -850,21 +720,72 @@ class KernelStateSpace(StateSpace):
             num_heads=own.num_heads,
             key_dim=own.key_dim,
             value_dim=own.value_dim,
-            heads_per_piece=max(1, min(HEADS_PER_PIECE, shared * own.num_key_heads // (2 * num_threads), shared)),
-            is_normed_first=self._norm is not None and own.is_normed_first,
             eps=own.eps,
         )
-        for kernel in self._kernels:
+        for kernel in kernels:
             arguments.next_piece = 0
             kernel(arguments, num_threads)
         return out
 
 
-def _tables(rows: RecurrentRows) -> tuple[IntArray, IntArray, IntArray]:
-    """A step's runs, saves and singles, as DeltaArguments has them."""
-    runs = _table(5, [(run.first, run.end, run.start, run.read, run.write) for run in rows.runs])
-    saves = _table(3, [(number, *save) for number, run in enumerate(rows.runs) for save in run.saves])
-    return runs, saves, _table(3, rows.singles)
+class KernelDeltaNet(DeltaNet):
+    """config: `can_compute` it."""
+
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
+        super().__init__(config, weights)
+        self._common, self._kernels = _Common(config, weights), (Kernel(delta_net),)
+
+    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        own = self._config
+        work = len(taken) * own.num_heads * own.key_dim * own.value_dim // NUMBERS_PER_THREAD
+        return self._common.run(
+            self._kernels,
+            max(1, min(torch.get_num_threads(), own.num_key_heads, work)),
+            taken.contiguous(),
+            rows,
+            layer,
+            rate=self._rate.data_ptr(),
+            step_bias=self._step_bias.data_ptr(),
+            norm=self._norm.data_ptr(),
+        )
+
+
+class KernelStateSpace(StateSpace):
+    """config: `can_compute` it."""
+
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
+        super().__init__(config, weights)
+        self._common = _Common(config, weights)
+        self._kernels = Kernel(convolve_channels), Kernel(state_space), Kernel(gate_and_norm)
+
+    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        own, taken = self._config, taken.contiguous()
+        convolved = taken.new_empty((len(taken), own.channels), dtype=torch.float32)
+        found = taken.new_empty((len(taken), own.output_size), dtype=torch.float32)
+        num_threads = max(1, min(torch.get_num_threads(), found.numel() * own.key_dim // NUMBERS_PER_THREAD))
+        first, shared = taken.data_ptr(), own.num_heads // own.num_key_heads
+        return self._common.run(
+            self._kernels,
+            num_threads,
+            taken,
+            rows,
+            layer,
+            taken=first + 2 * own.output_size,
+            gates=first,
+            steps=first + 2 * (own.output_size + own.channels),
+            convolved=convolved.data_ptr(),
+            found=found.data_ptr(),
+            rate=self._rate.data_ptr(),
+            step_bias=self._step_bias.data_ptr(),
+            skip=self._skip.data_ptr(),
+            norm=0 if self._norm is None else self._norm.data_ptr(),
+            heads_per_piece=max(1, min(HEADS_PER_PIECE, shared * own.num_key_heads // (2 * num_threads), shared)),
+            is_normed_first=self._norm is not None and own.is_normed_first,
+        )
+
+
+def _table(width: int, rows: Sequence[tuple[int, ...]]) -> IntArray:
+    return np.array(rows, np.int64).reshape(-1, width)
 
 
 def can_compute(config: RecurrentConfig) -> bool:

@@ -22,6 +22,7 @@ arXiv:2307.08691, the causal forward pass.
 
 import math
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from gpu.kernels.sizes import KernelShape, Tiles, kernel_shape
 from gpu.kv_cache import LayerKV
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MOST_DECODES = 1 << 16  # of a launch, unless there is room for fewer
 PROGRAMS_PER_MULTIPROCESSOR = 2  # that decode: registers leave room for two, 85 in each of 256 threads
 
 
@@ -578,14 +580,18 @@ class PagedAttention:
         self._tiles = tiles
         self._shape: KernelShape | None = None
         self._parts: list[_Parts] = []
+        self._most_decodes = MOST_DECODES
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
         """See AttentionKernels."""
+        self._most_decodes = num_decodes
         shape = kernel_shape(num_heads, kv.keys.shape[1], kv.keys.shape[2], kv.keys.dtype, self._tiles)
         self._parts_for(num_decodes * shape.splits_of(context) * num_heads, shape, kv.keys.device)
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """See AttentionKernels. query: of the cache's format; a token's heads lie together."""
+        if rows.num_decodes > self._most_decodes:
+            return self._attend_in_parts(query, kv, rows, scores)
         shape = self._shape_of(query, kv)
         layout = rows.layout
         if not isinstance(layout, _Layout):
@@ -622,6 +628,21 @@ class PagedAttention:
                 layout.split_offsets, parts.outs, parts.tops, parts.totals, out, factor, **shape.merge_constants
             )
         return out
+
+    def _attend_in_parts(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
+        """As many decodes at a time as there is room for; prompts with the last."""
+        if not isinstance(rows.layout, list):
+            firsts, parts = range(0, rows.num_decodes, self._most_decodes), []
+            for first in firsts:
+                end = len(rows.ends) if first == firsts[-1] else first + self._most_decodes
+                num_decodes = min(self._most_decodes, rows.num_decodes - first)
+                columns = rows.tables[first:end], rows.ends[first:end], rows.offsets[first : end + 1] - first
+                parts.append(RaggedRows(*columns, num_decodes, rows.window))
+            rows.layout = parts
+        counts = [part.num_decodes for part in rows.layout]
+        counts[-1] += len(query) - rows.num_decodes
+        queries = query.split(counts)
+        return torch.cat([self.attend(*one, scores) for one in zip(queries, repeat(kv), rows.layout)])
 
     def _parts_for(self, size: int, shape: KernelShape, device: torch.device) -> _Parts:
         """size: splits of all rows, times heads. Smaller buffers are kept: captured graphs hold their addresses."""

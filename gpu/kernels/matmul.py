@@ -7,9 +7,9 @@ in order: nothing is added atomically.
 A row's sums depend on the matrix's shape and on the tile alone, and there are two tiles: of SMALL_ROWS, and a larger
 one for more. So all steps of up to SMALL_ROWS round a row alike, and all larger ones do; the two may differ, because
 the instructions of other tiles may add in another order. cuBLAS, which multiplies plain matrices for many rows, chooses
-its kernel, tiles and splits anew for each number of rows. To be the same to the last bit in any company would take the
-small tile for every token that a sequence samples itself and the large one for its prompt, whatever shares the step;
-many rows would then read the weights once for each SMALL_ROWS of them.
+its kernel, tiles and splits anew for each number of rows. With --deterministic there is one tile for any number of
+rows, and one way to cut the inputs, so that a row is the same to the last bit in any company: prompts are multiplied by
+a smaller tile than they would be, and few rows by a larger one.
 
 A layer's experts take two launches, without the host. The router's choices are sorted by expert on the device; each
 expert's rows come in tiles of their own. The number of tiles is bounded by the rows alone, so that a graph can hold it.
@@ -27,10 +27,12 @@ from core.config import ExpertsConfig
 from gpu.kernels.sizes import (
     COLUMN_WARPS,
     COLUMNS,
+    FIXED_TILES,
     LARGE_GROUPED_TILE,
     LARGE_TILES,
     SMALL_ROWS,
     SMALL_TILES,
+    SPLIT_ROWS,
     MatmulTile,
     knows_fp8,
     next_power_of_two,
@@ -364,6 +366,7 @@ class Matrix:
         num_bits: of a weight.
         group: inputs that share a scale.
         bias: [..., out], or None.
+        is_fixed: one tile serves any number of rows.
     """
 
     form: int
@@ -375,6 +378,7 @@ class Matrix:
     num_bits: int
     group: int
     bias: Tensor | None = None
+    is_fixed: bool = False
 
     @property
     def has_groups(self) -> bool:
@@ -382,10 +386,11 @@ class Matrix:
 
     def tile(self, num_rows: int) -> MatmulTile:
         """For so many rows of a step."""
-        found = (SMALL_TILES if num_rows <= SMALL_ROWS else LARGE_TILES)[self.num_bits]
+        tiles = FIXED_TILES if self.is_fixed else SMALL_TILES if num_rows <= SMALL_ROWS else LARGE_TILES
+        found = tiles[self.num_bits]
         if not self.has_groups:
             return found
-        if self.form == GROUPED and num_rows > SMALL_ROWS:
+        if self.form == GROUPED and tiles is LARGE_TILES:
             found = LARGE_GROUPED_TILE
         inputs = found.inputs
         while self.group % inputs:
@@ -436,16 +441,17 @@ def stored_as(weight: DeviceWeight) -> tuple[str, int]:
     return str(weight.values.dtype).removeprefix("torch.") + groups, weight.values.nbytes
 
 
-def as_matrix(weight: DeviceWeight, bias: Tensor | None) -> Matrix:
+def as_matrix(weight: DeviceWeight, bias: Tensor | None, is_fixed: bool = False) -> Matrix:
     """Of a weight that it can_multiply; shares its memory."""
     num_out, num_in = weight.shape[-2:]
     if isinstance(weight, Tensor):
-        return Matrix(PLAIN, weight, weight, weight, num_out, num_in, 8 * weight.element_size(), num_in, bias)
+        stored = PLAIN, weight, weight, weight, num_out, num_in, 8 * weight.element_size(), num_in
+        return Matrix(*stored, bias, is_fixed)
     values, scales, zeros = weight.values, weight.scales, weight.zeros
     if zeros is not None:
-        return Matrix(INT4, values, scales, zeros, num_out, num_in, 4, weight.group_size, bias)
+        return Matrix(INT4, values, scales, zeros, num_out, num_in, 4, weight.group_size, bias, is_fixed)
     form = SCALED if scales.shape[-1] == 1 else GROUPED
-    return Matrix(form, values, scales, scales, num_out, num_in, 8, weight.group_size, bias)
+    return Matrix(form, values, scales, scales, num_out, num_in, 8, weight.group_size, bias, is_fixed)
 
 
 class Matmul:
@@ -453,10 +459,11 @@ class Matmul:
     Args:
         weight: [out, in], one that it can_multiply.
         bias: [out], or None.
+        is_fixed: see Matrix.
     """
 
-    def __init__(self, weight: DeviceWeight, bias: Tensor | None) -> None:
-        self._matrix = as_matrix(weight, bias)
+    def __init__(self, weight: DeviceWeight, bias: Tensor | None, is_fixed: bool = False) -> None:
+        self._matrix = as_matrix(weight, bias, is_fixed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
@@ -467,7 +474,16 @@ class Matmul:
         if x.stride(1) != 1:
             x = x.contiguous()
         tile = matrix.tile(num_rows)
-        splits = splits_for(matrix.num_out, matrix.num_in, tile) if num_rows <= SMALL_ROWS else 1
+        is_cut = matrix.is_fixed or num_rows <= SMALL_ROWS
+        splits = splits_for(matrix.num_out, matrix.num_in, tile) if is_cut else 1
+        step = num_rows if splits == 1 else SPLIT_ROWS
+        for rows, results in zip(x.split(step), out.split(step), strict=True):
+            self._multiply(rows, results, tile, splits)
+        return out
+
+    def _multiply(self, x: Tensor, out: Tensor, tile: MatmulTile, splits: int) -> None:
+        """Write to out, [rows, out]."""
+        matrix, num_rows = self._matrix, x.shape[0]
         parts = out if splits == 1 else out.new_empty((splits, *out.shape), dtype=torch.float32)
         num_tiles = -(-num_rows // tile.rows) * -(-matrix.num_out // tile.outputs)
         multiply[(num_tiles, splits)](
@@ -491,7 +507,6 @@ class Matmul:
                 BLOCK=COLUMNS,
                 num_warps=COLUMN_WARPS,
             )
-        return out
 
 
 def can_group(weights: ExpertWeights) -> bool:
@@ -505,14 +520,17 @@ class GroupedExperts:
     Args:
         weights: such as it can_group.
         router: hidden -> experts.
+        is_fixed: see Matrix.
     """
 
-    def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, router: Linear) -> None:
+    def __init__(
+        self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, router: Linear, is_fixed: bool = False
+    ) -> None:
         self._config = config
         self._router, self._choice_bias = router, weights.choice_bias
         self._gated = gated
-        self._gate_up = as_matrix(for_device(weights.gate_up), weights.gate_up_bias)
-        self._down = as_matrix(for_device(weights.down), weights.down_bias)
+        self._gate_up = as_matrix(for_device(weights.gate_up), weights.gate_up_bias, is_fixed)
+        self._down = as_matrix(for_device(weights.down), weights.down_bias, is_fixed)
         self._experts = torch.arange(config.num_experts, device=weights.router.device)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from gpu.kernels.matmul import GroupedExperts, Matmul, can_group, can_multiply, 
 from gpu.kernels.rows import DeviceRows, embed_rows
 from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, HEAD_WARPS, heads_at_once, next_power_of_two, row_warps
 from gpu.kv_cache import LayerKV
-from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated, router_of
+from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.linear import Embed, Linear, MatmulChoices, make_linear
-from gpu.operators import HeadNorms, Operators
+from gpu.operators import HeadNorms, Operators, not_deterministic
 from gpu.parameters import ExpertWeights
 from gpu.quant import DeviceWeight, QuantizedWeight, SlabLinear, Weight, floats
 
@@ -199,21 +199,34 @@ class TritonOperators(Operators):
         weight = floats(weight)
         return self._chosen(weight, bias, make_linear(weight, bias))
 
+    def small(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return self.linear(weight, bias) if self.is_deterministic else super().small(weight, bias)
+
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         return self._chosen(weight, bias, SlabLinear(weight, bias))
 
     def _chosen(self, weight: DeviceWeight, bias: Tensor | None, by_torch: Linear) -> Linear:
-        """By the kernel or by torch, as gpu/tune.py measures."""
+        """By the kernel or by torch, as gpu/tune.py measures.
+
+        Raises:
+            StartupError: torch's would depend on the number of rows, and must not.
+        """
         if not can_multiply(weight):
+            if self.is_deterministic:
+                raise not_deterministic(f"the kernels do not support a matrix of {list(weight.shape)} stored as it is")
             return by_torch
+        if self.is_deterministic:
+            return Matmul(weight, bias, is_fixed=True)
         num_out, num_in = weight.shape
         name, size_bytes = stored_as(weight)
         return self.matmuls.make(name, Matmul(weight, bias), by_torch, (num_out, num_in), size_bytes)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         if not can_group(weights) or config.scales_inputs:
+            if self.is_deterministic:
+                raise not_deterministic("the kernels do not support its experts")
             return super().experts(config, weights, gated)
-        return GroupedExperts(config, weights, gated, router_of(config, weights, self.linear))
+        return GroupedExperts(config, weights, gated, self.router(config, weights), self.is_deterministic)
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         return self.embedding(embedding), self.linear(embedding, None)

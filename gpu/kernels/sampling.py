@@ -734,7 +734,7 @@ class DeviceSampler(LaunchedSampler):
     def launch(self, logits: Tensor, rows: Tensor) -> None:
         num_rows, vocab_size = logits.shape
         assert logits.is_contiguous()
-        self._rows[:, : rows.shape[1]].copy_(rows)
+        self._rows[:, :num_rows].copy_(rows[:, :num_rows])
         slots, positions = self._rows
         shape = self._shape or shape_of(num_rows, vocab_size)
         size = shape.group * SEGMENT_TOKENS

@@ -1,8 +1,8 @@
 """Tile sizes of Triton's kernels, and which models and devices they support. Imports no triton. Any thread.
 
-Nothing here depends on a step's number of rows, except which of two tiles a matmul takes, and nothing on the device: a
-row's sums are cut in the same way in any company, and on any machine. Shared memory holds tiles of operands that are
-being loaded: 227 KiB a multiprocessor on Hopper. bench/ tunes these sizes on a device.
+Nothing here depends on a step's number of rows, except which of two tiles a matmul takes (with --deterministic there is
+one), and nothing on the device: a row's sums are cut in the same way in any company, and on any machine. Shared memory
+holds tiles of operands that are being loaded: 227 KiB a multiprocessor on Hopper. bench/ tunes these sizes on a device.
 """
 
 from dataclasses import dataclass
@@ -61,6 +61,15 @@ LARGE_TILES = {
     8: MatmulTile(128, 128, 64, 8, 3),
     4: MatmulTile(64, 64, 64, 8, 3),  # wider ones want more registers than a thread has
 }
+# With --deterministic, of any number of rows: one row's weights are read as fast as a small tile reads them, and the
+# instructions that multiply 64 rows are as many as one row can hide behind that on an A100 or newer.
+FIXED_TILES = {
+    32: MatmulTile(SMALL_ROWS, 32, 64, 4, 3),
+    16: MatmulTile(64, 128, 64, 4, 3),
+    8: MatmulTile(64, 128, 64, 4, 3),
+    4: MatmulTile(64, 64, 64, 8, 3),
+}
+SPLIT_ROWS = 256  # whose parts are added at a time: they take float32 numbers beside the result
 # 8 bits with scales of groups: a group's sums take registers beside the total's, which a wider tile does not have.
 LARGE_GROUPED_TILE = MatmulTile(128, 64, 64, 8, 3)
 # Two programs for each multiprocessor of an H200 (132). A matmul with fewer tiles of outputs is cut along its inputs as

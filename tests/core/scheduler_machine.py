@@ -31,6 +31,7 @@ class SchedulerMachine(SchedulerHistory):
     max_in_flight = 1
     num_kept_states: int | None = None
     window: int | None = None
+    shares_answers = True
 
     @drawn_start(
         num_blocks=range(3, 15),
@@ -46,9 +47,8 @@ class SchedulerMachine(SchedulerHistory):
             vocab_size=VOCAB_SIZE,
             num_host_blocks=self.num_host_blocks,
         )
-        limits = replace(
-            limits, max_in_flight=self.max_in_flight, num_kept_states=self.num_kept_states, window=self.window
-        )
+        names = ("max_in_flight", "num_kept_states", "window", "shares_answers")
+        limits = replace(limits, **{name: getattr(self, name) for name in names})
         self.start(limits, has_prefix_cache)
 
     # Rules

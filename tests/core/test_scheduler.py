@@ -294,9 +294,11 @@ def test_out_of_blocks_the_latest_arrival_of_the_lowest_priority_gives_way() -> 
     assert {sequence.request_id for sequence in scheduler.states.running} == {"old", "urgent"}
 
 
-@pytest.mark.parametrize("has_prefix_cache", [True, False])
-def test_blocks_behind_the_window_are_given_back_while_a_sequence_runs(has_prefix_cache: bool) -> None:
-    limits = replace(small_limits(), window=8)  # blocks of 4 tokens, 16 of a step
+@pytest.mark.parametrize(("has_prefix_cache", "shares_answers"), [(True, True), (True, False), (False, True)])
+def test_blocks_behind_the_window_are_given_back_while_a_sequence_runs(
+    has_prefix_cache: bool, shares_answers: bool
+) -> None:
+    limits = replace(small_limits(), window=8, shares_answers=shares_answers)  # blocks of 4 tokens, 16 of a step
     scheduler = Scheduler(limits, (), seeds=lambda: 77, has_prefix_cache=has_prefix_cache)
     scheduler.submit(make_request("a", 60, max_tokens=100))
     num_used = []

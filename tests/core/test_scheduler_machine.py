@@ -85,8 +85,28 @@ class WindowOverlapMachine(WindowMachine):
     max_in_flight = 2
 
 
+class PromptCacheMachine(OffloadMachine):
+    """The cache keeps blocks of prompts alone: what is found in it was computed as prompts are."""
+
+    shares_answers = False
+
+    @invariant()
+    def no_answer_is_shared(self) -> None:
+        for sequence in getattr(self, "present", ()):
+            assert sequence.table.num_published <= sequence.num_prompt_tokens // self.limits.block_size
+
+
+class PromptCacheWindowMachine(PromptCacheMachine):
+    window, max_in_flight = 3, 2
+
+
+class PromptCacheRecurrentMachine(RecurrentMachine):
+    shares_answers = False
+
+
 MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
 MACHINES += (RecurrentMachine, RecurrentOverlapMachine, WindowMachine, WindowOverlapMachine)
+MACHINES += (PromptCacheMachine, PromptCacheWindowMachine, PromptCacheRecurrentMachine)
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SHORT_HISTORIES
@@ -106,3 +126,9 @@ TestWindow = WindowMachine.TestCase
 TestWindow.settings = settings(SHORT_HISTORIES, max_examples=50)
 TestWindowOverlap = WindowOverlapMachine.TestCase
 TestWindowOverlap.settings = settings(SHORT_HISTORIES, max_examples=50)
+TestPromptCache = PromptCacheMachine.TestCase
+TestPromptCache.settings = settings(SHORT_HISTORIES, max_examples=40)
+TestPromptCacheWindow = PromptCacheWindowMachine.TestCase
+TestPromptCacheWindow.settings = settings(SHORT_HISTORIES, max_examples=40)
+TestPromptCacheRecurrent = PromptCacheRecurrentMachine.TestCase
+TestPromptCacheRecurrent.settings = settings(SHORT_HISTORIES, max_examples=40)

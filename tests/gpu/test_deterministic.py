@@ -13,6 +13,7 @@ from torch import Tensor
 from core.config import QUANTIZE_SCHEMES
 from core.errors import StartupError
 from core.scheduler import Scheduler
+from core.types import Request, SamplingParams
 from gpu.loading import load_runner
 from gpu.model import Model
 from gpu.runner import keeps_rounding
@@ -63,14 +64,46 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
         assert found[request.request_id] == expected[request.request_id]
 
 
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_a_chat_goes_on_with_the_same_bits_whether_its_answer_was_kept_or_not(
+    model_directory: Callable[[str], Path], is_deterministic: bool
+) -> None:
+    """What was sampled is computed token by token, a prompt in tiles: the two round differently."""
+    runner = open_runner(model_directory("qwen3"), replace(ENGINE, deterministic=is_deterministic))
+    greedy = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, num_logprobs=0)
+    first = Request(
+        request_id="first",
+        prompt_ids=tuple(random.Random(0).choices(range(3, 250), k=150)),
+        sampling=greedy,
+        arrival_s=0.0,
+    )
+    kept, empty = (Scheduler(runner.limits, (EOS,), seeds=lambda: 0) for _ in range(2))
+    (answered,) = WorkloadRun(Workload([(0, first)]), kept, runner, FakeClock()).run()["first"].endings
+    second = Request(
+        request_id="second",
+        prompt_ids=(*first.prompt_ids, *answered.token_ids, 7, 8, 9),
+        sampling=greedy,
+        arrival_s=0.0,
+    )
+    found, alone = (
+        WorkloadRun(Workload([(0, second)]), one, runner, FakeClock()).run()["second"].endings for one in (kept, empty)
+    )
+    num_cached = kept.stats().num_cache_hits
+    assert num_cached == (150 // 16 if is_deterministic else 209 // 16) * 16
+    assert (found == alone) or not is_deterministic
+
+
 def test_a_matmul_that_rounds_by_company_is_found(
     model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sociable(x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * (len(x) > 4))
 
-    assert keeps_rounding([(torch.nn.Linear(64, 32).requires_grad_(False), 64)], torch.float32, ()) is True
-    assert keeps_rounding([(sociable, 64)], torch.float32, (1,)) is False
+    assert (
+        keeps_rounding([(torch.nn.Linear(64, 32).requires_grad_(False), 64)], torch.float32, torch.device("cpu"), ())
+        is True
+    )
+    assert keeps_rounding([(sociable, 64)], torch.float32, torch.device("cpu"), (1,)) is False
     monkeypatch.setattr(Model, "probes", lambda self, size_bytes: [(sociable, 64)])
     with pytest.raises(StartupError, match="--deterministic cannot be kept"):
         open_runner(model_directory("llama3"), replace(ENGINE, deterministic=True))

@@ -9,7 +9,7 @@ import torch
 from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.attention import IntArray
-from gpu.sampler import Sampled, Sampler
+from gpu.sampler import Sampled, Sampler, likeliest_at_once
 from tests.gpu.sampling_cases import (
     PROMPT,
     FilterCase,
@@ -137,3 +137,14 @@ def test_a_rare_sampler_costs_no_call_and_a_step_without_one_is_the_same_call(
     for slots in ([0, 2], [0, 1, 2]):
         assert sampler.sample(logits[: len(slots)], np.array(slots), positions[: len(slots)]).token_ids.tolist()[0] == 7
     assert calls == [(logits.data_ptr(), [0, 2]), (logits.data_ptr(), [0, 1, 2])]
+
+
+def test_a_device_lists_equal_tokens_by_id_as_a_cpu_does() -> None:
+    found = noise(3, 400, scale=2.0).bfloat16().float()  # many are equal
+    found[0, 7], found[0, 9], found[1] = 0.0, -0.0, -found[1].abs()
+    found[2, 11] = float("-inf")
+    for most in (1, 4, 399):
+        want = found.sort(dim=1, descending=True, stable=True)
+        values, ids = likeliest_at_once(found, most)
+        assert torch.equal(values, want.values[:, :most])
+        assert torch.equal(ids, want.indices[:, :most])

@@ -459,9 +459,9 @@ def test_what_multiplies_and_attends_is_described(
 ) -> None:
     for module in (tune, linear):
         monkeypatch.setattr(module, "cpu_flags", lambda: frozenset([tune.NEEDED_FLAG, *others]))
-    assert describe_matmuls(LARGE, CPU) == multiplies
+    assert describe_matmuls(LARGE, CPU, EngineConfig()) == multiplies
     assert describe_attention(LARGE, CPU) == "numba's kernel over block tables"
-    assert "too small" in describe_matmuls(SMALL, CPU)
+    assert "too small" in describe_matmuls(SMALL, CPU, EngineConfig())
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,11 @@ def _tile_constants(form: int, tile: MatmulTile, group: int = 128, **others: obj
     return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
 
 
-def tile_of(bits: int, form: int, num_rows: int, group: int = 128) -> MatmulTile:
-    none = torch.empty(0)
-    return Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=group).tile(num_rows)
+def tile_of(bits: int, form: int, num_rows: int | None, group: int = 128) -> MatmulTile:
+    """num_rows: None: any number, as --deterministic has it."""
+    none, is_fixed = torch.empty(0), num_rows is None
+    matrix = Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=group, is_fixed=is_fixed)
+    return matrix.tile(num_rows or 1)
 
 
 def _odd_matmul(bits: int, form: int, stored: torch.dtype | None, num_rows: int, group: int) -> Case:
@@ -195,7 +197,7 @@ def matmul_cases() -> list[Case]:
                 continue
             rows = torch.float32 if bits == 32 else dtype
             values = stored or dtype
-            for num_rows, splits in ((SMALL_ROWS, 4), (SMALL_ROWS, 1), (MANY_ROWS, 1)):
+            for num_rows, splits in ((SMALL_ROWS, 4), (SMALL_ROWS, 1), (MANY_ROWS, 1), (None, 4), (None, 1)):
                 if dtype == torch.float16 and splits == 4:
                     continue  # what it writes is float32 either way
                 tile = tile_of(bits, form, num_rows)
@@ -220,7 +222,7 @@ def expert_cases() -> list[Case]:
         scales = pointer(SCALES.get(form, rows))
         pointers = {"x": pointer(rows), "weights": values, "scales": scales, "zeros": scales, "bias": pointer(rows)}
         integers = dict.fromkeys(("num_out", "num_in", "row_stride", "num_experts"), "i32")
-        for num_rows, share in ((SMALL_ROWS, 8), (MANY_ROWS, 1)):
+        for num_rows, share in ((SMALL_ROWS, 8), (MANY_ROWS, 1), (None, 8)):
             tile = tile_of(bits, form, num_rows)
             arguments = pointers | {"out": pointer(rows), "pairs": "*i64", "ends": "*i64"} | integers
             constants = _tile_constants(form, tile, SHARE=share, BLOCK_E=128)

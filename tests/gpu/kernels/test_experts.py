@@ -59,7 +59,7 @@ def one_by_one(config: ExpertsConfig, weights: ExpertWeights, x: torch.Tensor, a
         down=exact_of(weights.down),
         down_bias=None if weights.down_bias is None else weights.down_bias.float(),
     )
-    return Experts(config, whole, GATED[activation], operators.linear)(x.float())
+    return operators.experts(config, whole, GATED[activation])(x.float())
 
 
 def grouped(config: ExpertsConfig, weights: ExpertWeights, activation: str = "silu") -> GroupedExperts:

@@ -40,7 +40,7 @@ def test_a_device_with_triton_is_served_by_its_kernels() -> None:
     found = find_operators(CONFIG, CUDA)
     assert type(found) is TritonOperators
     assert type(found.attention) is PagedAttention
-    assert describe_matmuls(CONFIG, CUDA).startswith("Triton")
+    assert describe_matmuls(CONFIG, CUDA, EngineConfig()).startswith("Triton")
     assert describe_attention(CONFIG, CUDA) == "Triton's kernel over block tables"
 
 
@@ -53,7 +53,7 @@ def test_an_old_device_is_left_to_torch(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert why_no_kernels(CONFIG, CUDA) == why
     assert (type(find_operators(CONFIG, CUDA)) is Operators) == (why is not None)
-    assert describe_matmuls(CONFIG, CUDA) == (
+    assert describe_matmuls(CONFIG, CUDA, EngineConfig()) == (
         f"torch's operators: {why}" if why else "Triton's kernels or cuBLAS, as measured"
     )
 
@@ -140,7 +140,7 @@ def test_what_sends_decodes_is_told() -> None:
 def test_a_cpu_has_its_own() -> None:
     cpu = dataclasses.replace(CUDA, device=torch.device("cpu"), dtype=torch.float32)
     assert "the kernels support bfloat16 on a CPU" in (why_no_kernels(CONFIG, cpu) or "")
-    assert describe_matmuls(CONFIG, cpu).startswith("torch's operators: float32 on cpu")
+    assert describe_matmuls(CONFIG, cpu, EngineConfig()).startswith("torch's operators: float32 on cpu")
     assert describe_attention(CONFIG, cpu).startswith("torch's operators: float32 on cpu")
 
 
