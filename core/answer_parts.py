@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from core.constraints import json_text, pointed
@@ -328,14 +329,18 @@ class HarmonyParser(Parser):
     """
 
     def __init__(self, ends_with_final: bool = False) -> None:
-        self.num_calls = 0
+        self._depths: list[int | None] = []  # of the brackets in each call's arguments; None: none has come
         self._ends_with_final = ends_with_final
         super().__init__()
 
     @property
+    def num_calls(self) -> int:
+        return len(self._depths)
+
+    @property
     def num_complete(self) -> int:
-        """Of the calls: each, as the token that ends one is not in the text."""
-        return self.num_calls
+        """Of the calls: by their brackets, as the token that ends one is not in the text."""
+        return self._depths.count(0)
 
     def _parse(self) -> Step:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -350,11 +355,14 @@ class HarmonyParser(Parser):
                 emit, is_call = self._emitter(words := "".join(header))
                 if self._ends_with_final and "<|channel|>final" in words:
                     yield from self._pass(_ANYTHING, emit)
-                begins = (*ends, '"') if is_call else ends
-                while (yield from self._until(begins, emit)) == '"':  # marks within a string are its text
+                begins, outside = ((*ends, '"'), partial(self._emit_counted, emit)) if is_call else (ends, emit)
+                while (yield from self._until(begins, outside)) == '"':  # marks within a string are its text
                     self._at -= 1
                     yield from self._raw_string(emit)
+                self._end_call()
         except _Cut:
+            if not self._is_cut:
+                self._end_call()
             if self._uncertain_from is None:
                 emit(self._text[self._at :])  # a backslash
             elif self._is_cut:
@@ -373,13 +381,23 @@ class HarmonyParser(Parser):
         """What becomes of the message with that header, and whether it is a call."""
         recipient = _RECIPIENT.search(header)
         if recipient is not None and recipient[1].startswith("functions."):
-            self._emit(CallBegin(self.num_calls, recipient[1].removeprefix("functions.")))
-            self.num_calls += 1
-            index = self.num_calls - 1
+            index = self.num_calls
+            self._emit(CallBegin(index, recipient[1].removeprefix("functions.")))
+            self._depths.append(None)
             return lambda text: self._emit(Arguments(index, text)), True
         if recipient is not None or "<|channel|>analysis" in header:
             return lambda text: self._emit(Reasoning(text)), False
         return self._emit_text, False
+
+    def _end_call(self) -> None:
+        if self._depths and self._depths[-1] is None:
+            self._depths[-1] = 0  # without arguments
+
+    def _emit_counted(self, emit: Emit, text: str) -> None:
+        """Of a call, what is between strings."""
+        emit(text)
+        if begun_or_ended := [1 if char in "{[" else -1 for char in text if char in "{}[]"]:
+            self._depths[-1] = (self._depths[-1] or 0) + sum(begun_or_ended)
 
 
 class ToolCallParser(Parser):
@@ -833,8 +851,10 @@ def _literal_scalar(word: str) -> str:
 
 def parameter_types(schema: Schema, name: str) -> frozenset[str]:
     """The JSON types that a parameter may have; empty: its schema does not say."""
-    named = [one["properties"][name] for one in _joined(schema, schema) if name in one.get("properties", ())]
-    return frozenset[str]().union(*(_types(one, schema) for one in named))
+    joined = _joined(schema, schema)
+    named = [one["properties"][name] for one in joined if name in one.get("properties", ())]
+    others = [one.get("additionalProperties") for one in joined]
+    return frozenset[str]().union(*(_types(one, schema) for one in named or others))
 
 
 def _types(schema: Any, root: Schema) -> frozenset[str]:

@@ -153,7 +153,11 @@ class ChatTemplate:
     def _marked_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Mark each field but the role, which the template compares with its own words."""
         origin = Origin.MODEL if message.get("role") in _MODEL_ROLES else Origin.USER
-        return {name: value if name == "role" else self._marked(value, origin) for name, value in message.items()}
+        origins = {"tool_calls": max(origin, Origin.CALL)}
+        return {
+            name: value if name == "role" else self._marked(value, origins.get(name, origin))
+            for name, value in message.items()
+        }
 
     def user_turn(self) -> str:
         """A user's message as the template writes it; "" if it refuses one alone."""

@@ -81,6 +81,7 @@ _IN_CLASS = re.compile(r"\\.|^[\]-]|[\[&~]", re.DOTALL)
 NO_CONTROL = r"\x01"
 _ASCII = {"d": "0-9", "w": "0-9A-Z_a-z", "s": r"\t\n\x0b\x0c\r "}
 _EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
+_DRAFT = re.compile("https?://json-schema.org/")  # that the library knows
 MAX_SHOWN = 200  # characters of what a refusal repeats
 MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -126,6 +127,7 @@ FORMATS: Mapping[str, str] = {
         "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
     }.items()
 }
+TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
@@ -221,16 +223,16 @@ def json_schema(schema: object, param: str, allowance: Allowance | None = None) 
         if not is_known and not _EXTENSION.match(keyword):
             message = f"{path} has the keyword {keyword!r}. It cannot be enforced. Leave it out."
             raise InvalidRequest(message, param)
-        if keyword == "$ref" and not (isinstance(value, str) and value.startswith("#")):
-            message = f"{path}.$ref is {str(value)[:MAX_SHOWN]!r}. It must point into the same schema: '#/$defs/NAME'."
+        if keyword == "$ref" and not (isinstance(value, str) and _is_of_schemas(value)):
+            message = (
+                f"{path}.$ref is {str(value)[:MAX_SHOWN]!r}. It must point to a schema in this one: '#/$defs/NAME'."
+            )
             raise InvalidRequest(message, param)
         if keyword == "pattern":
             _check_repeats(value, f"{path}.pattern", param)
         if keyword == "patternProperties":
             for pattern in value:
                 _check_repeats(pattern, f"{path}.patternProperties", param)
-        if keyword == "format" and not (isinstance(value, str) and value in FORMATS):
-            raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
     check_answerable(schema, param, allowance)
     source = msgspec.json.encode(_as_held(schema, param, allowance)).decode()  # json's holds the GIL ten times as long
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
@@ -421,6 +423,19 @@ def _lark_rules(blanked: str, heads: Sequence[re.Match[str]]) -> Iterator[tuple[
         yield head["name"], _LARK_PARTS.findall(body) if is_known else []
 
 
+def repeats(source: str) -> bool:
+    """Whether a rule in Lark's notation needs itself or repeats a part: answers may be read in ever more ways."""
+    blanked = _LARK_TEXTS.sub(_blank, source)
+    found = dict(_lark_rules(blanked, [*_LARK_HEAD.finditer(blanked)]))
+    rules = {name: parts for name, parts in found.items() if not name.isupper()}  # others are expressions
+    if any(not parts or any(part[0] in "*+~{" for part in parts) for parts in rules.values()):
+        return True
+    known = set[str]()
+    while more := {name for name, parts in rules.items() if rules.keys() & {*parts} <= known} - known:
+        known |= more
+    return len(known) < len(rules)
+
+
 def endless(rules: Mapping[str, Sequence[str]]) -> list[str]:
     """Rules that no text satisfies, as each of their alternatives needs one of them.
 
@@ -558,6 +573,16 @@ def pointed(root: Any, pointer: str) -> Any:
     return found
 
 
+def _is_of_schemas(pointer: str) -> bool:
+    """Leads to what is held as a schema, if it leads anywhere: not into a value of enum, or an example."""
+    first, *parts = unquote(pointer).split("/")
+    rest = iter(parts)
+    return first == "#" and all(
+        part in _SCHEMAS or (part in (*_SCHEMAS_BY_NAME, *_SCHEMA_LISTS) and next(rest, None) is not None)
+        for part in rest
+    )
+
+
 def _target(root: Any, pointer: str, param: str) -> Any:
     """Raises InvalidRequest: there is no such schema."""
     found = pointed(root, pointer)
@@ -602,17 +627,23 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _are_types(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return names != [] and _are_names(names) and TYPES.issuperset(names)
+
+
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "type": (lambda value: isinstance(value, str) or (_are_names(value) and value != []), "a type, or a list of types"),
+    "type": (_are_types, f"one of {', '.join(sorted(TYPES))}, or a list of them"),
     "enum": (lambda value: isinstance(value, list) and value != [], "a list of values"),
     "required": (_are_names, "a list of names"),
     "pattern": (lambda value: isinstance(value, str), "a regular expression"),
     "nullable": (lambda value: isinstance(value, bool), "true or false"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(_SCHEMAS_BY_NAME, (lambda value: isinstance(value, dict), "an object of schemas")),
     **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
     **{
         least + what: (_is_whole, "a whole number, at least 0")
@@ -643,15 +674,17 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
         is_fit, what = _VALUES[keyword]
         if not is_fit(schema[keyword]):
             raise InvalidRequest(f"{path}.{keyword} must be {what}.", param)
+    if "format" in schema and not (_is_of_numbers(schema) or str(schema["format"]) in FORMATS):
+        raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
     least, most = (schema.get(name, ()) for name in ("exclusiveMinimum", "exclusiveMaximum"))
     low, high = schema.get("minimum", least), schema.get("maximum", most)
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
     properties, required = schema.get("properties", {}), set(schema.get("required", ()))
-    if isinstance(properties, dict) and len(properties.keys() - required) > MAX_OPTIONAL:
+    if len(properties.keys() - required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
-    if isinstance(properties, dict) and _counts_optional(schema):
+    if _counts_optional(schema):
         known = {"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"}
         is_closed = schema.get("type") == "object" and schema.get("additionalProperties") is False
         num_subsets = 2 ** (len(properties) - len(required))
@@ -666,6 +699,11 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     if schema.get("minProperties", 0) > max(1, len(required)):
         message = f"{path}.minProperties is more than what is required: it cannot be held, as keys may repeat."
         raise InvalidRequest(message, param)
+
+
+def _is_of_numbers(schema: Mapping[str, Any]) -> bool:
+    """Its format, as OpenAPI's int32, says nothing: formats are of strings."""
+    return schema.get("type") in ("integer", "number")
 
 
 def _bounded(spec: GrammarSpec) -> GrammarSpec:
@@ -699,8 +737,6 @@ def keywords_of(schema: Any, path: str, depth: int = 0, param: str = "") -> Iter
         yield path, keyword, value
         at = f"{path}.{keyword}"
         if keyword in _SCHEMAS_BY_NAME:
-            if not isinstance(value, dict):
-                raise InvalidRequest(f"{at} must be an object of schemas.", param)
             for name, one in value.items():
                 yield from keywords_of(one, f"{at}.{name}", depth + 1, param)
         elif keyword in _SCHEMA_LISTS:
@@ -726,6 +762,10 @@ def _as_held(schema: Any, param: str, allowance: Allowance) -> Any:
         keyword: value for keyword, value in schema.items() if keyword not in _TOLD and not _EXTENSION.match(keyword)
     }
     made.pop("uniqueItems", None)  # false
+    if not _DRAFT.match(str(made.get("$schema", ""))):
+        made.pop("$schema", None)
+    if _is_of_numbers(made):
+        made.pop("format", None)
     if "$ref" in made:
         made["$ref"] = quote(unquote(made["$ref"]), safe="#/$~")
     if "pattern" in made:

@@ -160,10 +160,10 @@ class Detokenizer:
         rest = self._strip(self._decoder.decode(b"", final=True))
         if not self._stop:
             return rest
-        if self._thought is not None and not self._thought.is_over:
-            if self._thought.is_inside:
-                return rest
+        if self._thought is not None and (self._thought.is_header or not self._thought.is_over):
             rest, self._held = self._held + rest, ""
+            if self._thought.is_header or self._thought.is_inside:
+                return rest
         text = self._emit(rest) + self._held
         self._held = ""
         return text
@@ -175,8 +175,7 @@ class Detokenizer:
         text = self._decode(token_id)
         if self._num_to_strip:
             text = self._strip(text)
-        is_thinking = self._thought is not None and not self._thought.is_over
-        if is_thinking:
+        if self._thought is not None and (self._thought.is_header or not self._thought.is_over):
             text = self._follow(token_id, text)
         else:
             if self._thought is not None and not self._thought.is_last:
@@ -187,16 +186,16 @@ class Detokenizer:
         return text
 
     def _follow(self, token_id: int, text: str) -> str:
-        """The text of a token of the thought, or of one that may begin it."""
+        """The text of a token of the thought or of a message's header, or of one that may begin them."""
         assert self._thought is not None, "there is one"
         after = self._thought.push(token_id)
         if not self._stop:
             return text
         text, self._held = self._held + text, ""
-        if self._thought.is_over:
+        if self._thought.is_over and not self._thought.is_header:
             end = max(0, len(text) - len(after.decode("utf-8", "ignore")))
             return text[:end] + (self._emit(text[end:]) if end < len(text) else "")
-        if not self._thought.is_inside:  # it may be the answer
+        if not (self._thought.is_inside or self._thought.is_over):  # it may be the answer
             text, self._held = "", text
         return text
 

@@ -31,10 +31,12 @@ from core.types import (
     Cancel,
     ClearCache,
     EngineSnapshot,
+    EngineState,
     FinishReason,
     Inspect,
     Message,
     Pause,
+    QueueState,
     Resume,
     StepDelivery,
     Submit,
@@ -450,8 +452,8 @@ def check_conservation(scheduler: Scheduler) -> None:
         raise InconsistentAccounting("; ".join(wrong))
 
 
-def state_of(scheduler: Scheduler, now: float) -> dict[str, Any]:
-    """The engine's state as a JSON object, for operators.
+def state_of(scheduler: Scheduler, now: float) -> EngineState:
+    """The engine's state, for operators.
 
     Args:
         now: monotonic seconds, as requests' arrivals.
@@ -461,15 +463,15 @@ def state_of(scheduler: Scheduler, now: float) -> dict[str, Any]:
     fixed_s, prompt_token_s, prompt_kv_token_s, decoded_token_s, decoded_kv_token_s = step_cost.coefficients_s
     return {
         "queues": _queues(states, now),
-        "running": [  # sequences that hold blocks
+        "running": [
             {
                 "request_id": sequence.request_id,
                 "index": sequence.index,
                 "tenant": sequence.tenant.name,
                 "priority": sequence.priority,
                 "num_prompt_tokens": sequence.num_prompt_tokens,
-                "num_tokens": len(sequence.token_ids),  # the prompt's and its own
-                "num_computed_tokens": sequence.num_computed_tokens,  # including those of a step in flight
+                "num_tokens": len(sequence.token_ids),
+                "num_computed_tokens": sequence.num_computed_tokens,
                 "num_blocks": sequence.table.num_held,
                 "is_paused": sequence.is_paused,
             }
@@ -477,46 +479,45 @@ def state_of(scheduler: Scheduler, now: float) -> dict[str, Any]:
         ],
         "last_step": {
             "num_prompt_tokens": work.prompt_tokens,
-            "num_prompt_kv_tokens": round(work.prompt_kv),  # read by them
+            "num_prompt_kv_tokens": round(work.prompt_kv),
             "num_decoded_tokens": work.own_tokens,
-            "num_decoded_kv_tokens": work.own_kv,  # read by them
-            # by the present step-cost model; None: too few steps were measured
+            "num_decoded_kv_tokens": work.own_kv,
             "predicted_s": step_cost.predict(work) if step_cost.is_ready else None,
             "measured_s": scheduler.stats().step_s,
         },
-        "blocks": {  # held + cached + empty = all
+        "blocks": {
             "num_tokens_each": scheduler.limits.block_size,
             "num_all": pool.num_blocks,
             "num_held": pool.num_used,
-            "num_shared": sum(map(pool.is_shared, held)),  # held by more than one sequence
-            "num_cached": pool.num_kept,  # not held, with content that may be found again
+            "num_shared": sum(map(pool.is_shared, held)),
+            "num_cached": pool.num_kept,
             "num_empty": pool.num_free - pool.num_kept,
         },
-        "step_cost": {  # coefficients of the model, in seconds
+        "step_cost": {
             "is_ready": step_cost.is_ready,
             "fixed_s": fixed_s,
             "prompt_token_s": prompt_token_s,
             "prompt_kv_token_s": prompt_kv_token_s,
             "decoded_token_s": decoded_token_s,
             "decoded_kv_token_s": decoded_kv_token_s,
-            "error_p50": step_cost.error_p50,  # of the last steps: |predicted - measured| / measured
+            "error_p50": step_cost.error_p50,
             "error_p90": step_cost.error_p90,
         },
-        "tenants": [  # without idle ones that are not ahead of the others
+        "tenants": [
             {
                 "name": tenant.name,
                 "share": tenant.share,
-                "counter_s": tenant.counter_s,  # engine seconds divided by its share; the least goes first
-                "served_s": tenant.served_s,  # engine seconds in all
+                "counter_s": tenant.counter_s,
+                "served_s": tenant.served_s,
                 "num_requests": tenant.num_live,
-                "num_running": tenant.num_running,  # sequences that hold blocks
+                "num_running": tenant.num_running,
             }
             for tenant in scheduler.shares.tenants()
         ],
     }
 
 
-def _queues(states: SequenceStates, now: float) -> list[dict[str, Any]]:
+def _queues(states: SequenceStates, now: float) -> list[QueueState]:
     """The waiting sequences, by class and tenant, the highest class first."""
     lines: dict[tuple[int, str], list[Sequence]] = {}
     for sequence in _waiting(states):
@@ -526,8 +527,8 @@ def _queues(states: SequenceStates, now: float) -> list[dict[str, Any]]:
             "priority": -below,
             "tenant": tenant,
             "num_sequences": len(members),
-            "num_tokens": sum(len(s.token_ids) - s.num_computed_tokens for s in members),  # to compute before decoding
-            "oldest_s": now - min(s.arrival_s for s in members),  # since the first of their requests arrived
+            "num_tokens": sum(len(s.token_ids) - s.num_computed_tokens for s in members),
+            "oldest_s": now - min(s.arrival_s for s in members),
         }
         for (below, tenant), members in sorted(lines.items())
     ]

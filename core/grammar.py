@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -34,6 +34,7 @@ from core.constraints import (
     escapes_in,
     keywords_of,
     place_in,
+    repeats,
 )
 from core.errors import InvalidRequest
 
@@ -77,11 +78,56 @@ _DRAWN = re.compile(r"regex parse error:\n {4}(?P<shown>.*)\n {4}(?P<before> *)\
 _SHOWN = {
     "pattern": ("parse error:\n    {}\n", "in regex /{}/"),
     "patternProperties": ("parse error:\n    {}\n", "in regex /{}/", "regexes /{}/"),
-    "type": ("Invalid type: {}",),
     "multipleOf": ("Value for 'multipleOf'",),
 }
+MAX_DIGITS = 200
+_DIGITS = b"0123456789"
+# A number as far as it goes, with an exponent or very long
+_LONG_NUMBER = re.compile(rb"[\s:,\[=(>]-?[0-9.]+[eE][+-]?([0-9]*)\Z|(?:[\s:,\[=(>]-?|\A)[0-9.]{%d,}\Z" % MAX_DIGITS)
+_TOO_LARGE = re.compile(rb"[0-9.]*[eE][+-]?[0-9]{3}")
 _UNSATISFIABLE = "nsatisfiable"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+class NumberBounds:
+    """Keeps numbers finite: JSON has no bound on their digits, and those who read it have. Thread: any.
+
+    A number has MAX_DIGITS digits, but where it cannot end there, and two of an exponent.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], num_words: int) -> None:
+        self._token_bytes = token_bytes
+        self._letter = next((i for i, one in enumerate(token_bytes) if one == b"q"), None)  # never in a number
+        digits = np.zeros(num_words * 32, np.int32)
+        digits[: len(token_bytes)] = [len(one) - len(one.lstrip(_DIGITS)) for one in token_bytes]
+        self._with_digits = [_packed(digits <= most) for most in range(3)]  # at their beginning
+        digits[: len(token_bytes)] = [_TOO_LARGE.search(one) is not None for one in token_bytes]
+        self._finite = _packed(digits == 0) if digits.any() else None
+
+    def narrow(self, mask: Int32Array, token_ids: Sequence[int]) -> None:
+        """
+        Args:
+            mask: of the token behind these.
+        """
+        if self._letter is None or mask[self._letter >> 5] >> (self._letter & 31) & 1:
+            return
+        found, last = None, self._token_bytes[token_ids[-1]] if token_ids else b""
+        if last and last[-1] in b"0123456789eE+-.":
+            few = self._text(token_ids, 8)
+            found = _LONG_NUMBER.search(few if few.strip(b"0123456789eE+-.") else self._text(token_ids, MAX_DIGITS + 8))
+        allowed = self._finite
+        if found is not None:
+            allowed = self._with_digits[0 if found[1] is None else max(0, 2 - len(found[1]))]
+        if allowed is not None and (narrowed := mask[: len(allowed)] & allowed[: len(mask)]).any():
+            mask[: len(allowed)] = narrowed
+
+    def _text(self, token_ids: Sequence[int], most: int) -> bytes:
+        """Of the last, behind a blank where they are all."""
+        return b" " * (len(token_ids) <= most) + b"".join(map(self._token_bytes.__getitem__, token_ids[-most:]))
+
+
+def _packed(bits: npt.NDArray[np.bool_]) -> Int32Array:
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class GrammarState:
@@ -95,6 +141,7 @@ class GrammarState:
         self.num_accepted = 0
         self._matcher = grammar.matcher.deep_copy()
         self._num_words = grammar.num_words
+        self._numbers = grammar.numbers
         self._anew = grammar.anew
         self._token_ids: list[int] = []  # accepted
 
@@ -117,6 +164,8 @@ class GrammarState:
         self._fill(mask)
         if self._goes_on_alone():
             self._fill(mask)
+        if self._numbers is not None:
+            self._numbers.narrow(mask, self._token_ids)
 
     def _fill(self, mask: Int32Array) -> None:
         if not self._matcher.is_error():
@@ -192,11 +241,13 @@ class Grammar:
     Args:
         anew: compiles it again for a state that is to share nothing with others; None: there are too many such, or
             compiling takes long.
+        numbers: of JSON in the answer.
     """
 
     matcher: LLMatcher
     num_words: int
     anew: Callable[[GrammarState], LLMatcher | None] | None = None
+    numbers: NumberBounds | None = None
 
     def start(self) -> GrammarState:
         return GrammarState(self)
@@ -211,7 +262,7 @@ class Grammar:
             return matcher
 
         matcher = self.matcher.deep_copy()
-        return Grammar(matcher, self.num_words, begun_anew) if matcher.consume_tokens(begun) else None
+        return replace(self, matcher=matcher, anew=begun_anew) if matcher.consume_tokens(begun) else None
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -251,6 +302,7 @@ class GrammarCompiler:
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
         self._num_words = -(-len(token_bytes) // 32)
+        self._numbers = NumberBounds(token_bytes, self._num_words)
         self._alone = WeakSet[GrammarState]()
         self._punctuation = [i for i, one in enumerate(token_bytes) if len(one) == 1 and one in b'"{}[]:,']
         self._tokenizer = LLTokenizer(
@@ -285,22 +337,23 @@ class GrammarCompiler:
             return self._compile(spec.fallback)
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
-        source = spec.source
+        source, lark = spec.source, ""
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:  # joined as text: to read and write it again would hold the GIL for long
                 inner = _schema_grammar(source)
             case GrammarKind.REGEX:
                 inner = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
                 inner = f'{{"lark_grammar": {json.dumps(inner)}'
-            case GrammarKind.LARK | GrammarKind.TAGGED:
+            case GrammarKind.TAGGED:
                 inner = f'{{"lark_grammar": {json.dumps(source)}'
-            case GrammarKind.GBNF:
-                inner = f'{{"lark_grammar": {json.dumps(_GbnfReader(source, spec.param).in_lark())}'
+            case GrammarKind.LARK | GrammarKind.GBNF:
+                lark = source if spec.kind is GrammarKind.LARK else _GbnfReader(source, spec.param).in_lark()
+                inner = f'{{"lark_grammar": {json.dumps(lark)}'
         grammars = f"{inner}}}"
         if spec.frame:
             grammars = f'{{"lark_grammar": {json.dumps(spec.frame)}}}, {inner}, "name": "answer"}}'
         text = f'{{"grammars": [{grammars}]}}'
-        limits = GRAMMAR_LIMITS if spec.kind in (GrammarKind.LARK, GrammarKind.GBNF) else LIMITS
+        limits = GRAMMAR_LIMITS if repeats(lark) else LIMITS
         make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=limits)
         matcher = make()
         if matcher.is_error():
@@ -317,7 +370,8 @@ class GrammarCompiler:
             self._alone.add(state)
             return make()
 
-        grammar = Grammar(matcher, self._num_words, anew)
+        has_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.TAGGED)
+        grammar = Grammar(matcher, self._num_words, anew, self._numbers if has_json else None)
         self._probe(grammar, spec.param)
         return grammar
 

@@ -16,12 +16,14 @@ class Origin(IntEnum):
 
     TEMPLATE = 0
     MODEL = 1  # assistants' turns, which the model wrote, and system texts, which instruct it
-    USER = 2  # everything else in a request
+    CALL = 2  # within an assistant's calls: arguments are text, whatever they spell
+    USER = 3  # everything else in a request
 
 
 # Replace an origin's characters when an operation is tried out: noncharacters, which no template writes
-_SHADOWS = {Origin.MODEL: "\U0010fffe", Origin.USER: "\U0010ffff"}
-_SHADOWED = re.compile("\U0010fffe+|\U0010ffff+")
+_SHADOWS = {Origin.MODEL: "\U0010fffe", Origin.CALL: "\U000fffff", Origin.USER: "\U0010ffff"}
+_SHADOWED = {shadow: origin for origin, shadow in _SHADOWS.items()}
+_SHADOW_RUNS = re.compile("|".join(f"{shadow}+" for shadow in _SHADOWED))
 
 
 class MarkedText(str):
@@ -217,9 +219,8 @@ def _origins_by(shadow: str, text: str) -> bytes | None:
         return None
     origins = bytearray(len(text))
     end = 0
-    for match in _SHADOWED.finditer(shadow):
-        origin = Origin.USER if match[0][0] == _SHADOWS[Origin.USER] else Origin.MODEL
-        origins[match.start() : match.end()] = bytes((origin,)) * len(match[0])
+    for match in _SHADOW_RUNS.finditer(shadow):
+        origins[match.start() : match.end()] = bytes((_SHADOWED[match[0][0]],)) * len(match[0])
         if shadow[end : match.start()] != text[end : match.start()]:
             return None
         end = match.end()

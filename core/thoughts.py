@@ -51,11 +51,13 @@ class ThoughtFollower(Protocol):
         is_over: it has ended, or there was none.
         is_last: and no other may follow; until then its tokens are counted.
         num_tokens: of it, with its markers.
+        is_header: the next token is one that says what follows it, not a text's; the answer's first may be either.
         tail: the end of the text, which may belong to a marker.
     """
 
     is_inside: bool
     is_over: bool
+    is_header: bool
     num_tokens: int
     tail: bytes
 
@@ -84,7 +86,7 @@ class MarkedThought:
 
     def __init__(self, markers: ThoughtMarkers, is_open: bool, bytes_of: Callable[[int], bytes]) -> None:
         self.is_inside = is_open
-        self.is_over = False
+        self.is_over = self.is_header = False
         self.num_tokens = 0
         self.tail = b""
         self._begin, self._end = markers.begin.encode(), markers.end.encode()
@@ -131,16 +133,16 @@ class HarmonyThought:
         self.is_thinking = False
         self._bytes_of = bytes_of
         self._only_final = only_final
-        self._is_header = True
+        self.is_header = True
         self._num_in_header = 0
 
     def push(self, token_id: int) -> bytes:
         self.tail += self._bytes_of(token_id)
-        if not self._is_header:
+        if not self.is_header:
             self.num_tokens += self.is_thinking
-            self._is_header = self.tail.endswith(_END)
-            self.is_thinking &= not self._is_header
-            self.tail = b"" if self._is_header else self.tail[-len(_END) :]
+            self.is_header = self.tail.endswith(_END)
+            self.is_thinking &= not self.is_header
+            self.tail = b"" if self.is_header else self.tail[-len(_END) :]
             return b""
         self._num_in_header += 1
         header, found, after = self.tail.partition(_MESSAGE)
@@ -148,6 +150,7 @@ class HarmonyThought:
             is_none = not any(self.tail.startswith(one[: len(self.tail)]) for one in _HEADER_BEGINS)
             if is_none and not self._only_final:  # a model may forget the header
                 self.is_over = self.is_last = True
+                self.is_header = False
                 return self.tail
             return b""
         self.is_thinking = b"<|channel|>analysis" in header
@@ -156,7 +159,7 @@ class HarmonyThought:
         if self.is_thinking:
             self.is_inside = True
             self.num_tokens += self._num_in_header
-        self._is_header, self._num_in_header, self.tail = False, 0, b""
+        self.is_header, self._num_in_header, self.tail = False, 0, b""
         return after
 
 

@@ -402,7 +402,7 @@ class _ControlTokens:
             if token.special or (is_markup and token_id in in_turn):
                 self._refused_from[token_id] = Origin.MODEL
             elif is_markup and (token.content in templates or _PIPED.fullmatch(token.content)):
-                self._refused_from[token_id] = Origin.USER
+                self._refused_from[token_id] = Origin.CALL
             else:
                 continue
             self._tokens[token_id] = token
@@ -444,7 +444,8 @@ class _ControlTokens:
         if not self._is_spelled_out:
             return False
         origins = text.origins if isinstance(text, MarkedText) else bytes(len(text))
-        if any(self._is_refused(one.id, origins[one.start : one.stop]) for one in control):
+        in_call, by_model = bytes((Origin.CALL,)), bytes((Origin.MODEL,))  # what was generated may be in a call, too
+        if any(self._is_refused(one.id, origins[one.start : one.stop].replace(in_call, by_model)) for one in control):
             return False
         starts = {one.start for one in control}
         for match in self._spelled.finditer(text, part.start, part.stop) if self._tokens else ():

@@ -6,9 +6,8 @@ EngineSnapshot in answer to an Inspect.
 """
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypedDict
 
 import msgspec
 
@@ -445,16 +444,124 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
 NO_STORE = StoreState()
 
 
+class QueueState(TypedDict):
+    """The waiting sequences of a class and tenant.
+
+    Args:
+        num_tokens: to compute before decoding.
+        oldest_s: since the first of their requests arrived.
+    """
+
+    priority: int
+    tenant: str
+    num_sequences: int
+    num_tokens: int
+    oldest_s: float
+
+
+class RunningState(TypedDict):
+    """A sequence that holds blocks.
+
+    Args:
+        num_tokens: the prompt's and its own.
+        num_computed_tokens: including those of a step in flight.
+    """
+
+    request_id: str
+    index: int
+    tenant: str
+    priority: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    is_paused: bool
+
+
+class StepState(TypedDict):
+    """
+    Args:
+        num_prompt_kv_tokens, num_decoded_kv_tokens: read by them.
+        predicted_s: by the present step-cost model; None: too few steps were measured.
+    """
+
+    num_prompt_tokens: int
+    num_prompt_kv_tokens: int
+    num_decoded_tokens: int
+    num_decoded_kv_tokens: int
+    predicted_s: float | None
+    measured_s: float
+
+
+class BlocksState(TypedDict):
+    """held + cached + empty = all.
+
+    Args:
+        num_shared: held by more than one sequence.
+        num_cached: not held, with content that may be found again.
+    """
+
+    num_tokens_each: int
+    num_all: int
+    num_held: int
+    num_shared: int
+    num_cached: int
+    num_empty: int
+
+
+class StepCostState(TypedDict):
+    """Coefficients of the model, in seconds.
+
+    Args:
+        error_p50, error_p90: of the last steps: |predicted - measured| / measured.
+    """
+
+    is_ready: bool
+    fixed_s: float
+    prompt_token_s: float
+    prompt_kv_token_s: float
+    decoded_token_s: float
+    decoded_kv_token_s: float
+    error_p50: float
+    error_p90: float
+
+
+class ShareState(TypedDict):
+    """A tenant that is not idle, or is ahead of the others.
+
+    Args:
+        counter_s: engine seconds divided by its share; the least goes first.
+        served_s: engine seconds in all.
+        num_running: sequences that hold blocks.
+    """
+
+    name: str
+    share: int
+    counter_s: float
+    served_s: float
+    num_requests: int
+    num_running: int
+
+
+class EngineState(TypedDict):
+    queues: list[QueueState]
+    running: list[RunningState]
+    last_step: StepState
+    blocks: BlocksState
+    step_cost: StepCostState
+    tenants: list[ShareState]
+
+
 class EngineSnapshot(msgspec.Struct, frozen=True):
     """The answer to Inspect.
 
     Args:
         serial: of the Inspect; the last of several that are answered together.
-        state: the JSON object that core/engine.py (state_of) describes; never changed.
+        state: never changed.
     """
 
     serial: int
-    state: Mapping[str, Any]
+    state: EngineState
     store: StoreState
 
 

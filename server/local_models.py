@@ -20,7 +20,7 @@ import enum
 import logging
 import math
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ from server.listening.sockets import Bind, UnixAddress
 from server.own_processes import DEVICES, News, Plan, Processes, Refusal, shown_end
 from server.upstream.connection import Connection
 from server.upstream.exchange import ConnectionLost, UpstreamFault
-from server.upstream.pool import PROBE_BYTES, Pool, Slot, Upstream
+from server.upstream.pool import PROBE_BYTES, Access, Pool, Slot, Upstream
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
 from server.values import HubId, format_size
 
@@ -53,7 +53,7 @@ LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started
 TOLD_S = 5.0  # for the end of a process that takes no connections to be told
 TIMER_S = 0.002  # by which timers may come early
 WATCH_EVERY_S, WATCH_S, NUM_UNANSWERED = 5.0, 5.0, 3  # probes of a model that is awake; without an answer it is killed
-SEE_LOG, WAITING = "see the log", "waiting for memory"
+SEE_LOG, PLANNING, WAITING = "see the log", "planning its memory", "waiting for memory"
 STARTING = "starting what loads models, which compiles kernels the first time on a machine"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
 
@@ -165,9 +165,8 @@ class LocalModel:
 class LocalUpstream(Upstream):
     """The one upstream of a local model: a connection to it waits until its process is ready."""
 
-    wait_awake: Callable[[], Awaitable[None]] | None = None
-    wait_ended: Callable[[], Awaitable[None]] | None = None
-    is_awake: Callable[[], bool] = lambda: False
+    models: "LocalModels | None" = None
+    model: LocalModel | None = None
 
     @property
     def place(self) -> str:
@@ -175,17 +174,18 @@ class LocalUpstream(Upstream):
 
     @property
     def is_up(self) -> bool:
-        return self.is_awake()
+        return self.model is not None and self.model.is_awake
 
     async def connection(self) -> Connection:
-        assert self.wait_awake is not None
-        assert self.wait_ended is not None
-        await self.wait_awake()
+        models, model = self.models, self.model
+        assert models is not None
+        assert model is not None
+        await models.wait_awake(model, model.requests)
         try:
             return await Upstream.connection(self)
         except UpstreamFault:  # its process has died, which is told soon
-            await self.wait_ended()
-            await self.wait_awake()
+            await models.wait_ended(model)
+            await models.wait_awake(model, model.requests)
             return await Upstream.connection(self)
 
 
@@ -193,7 +193,7 @@ class LocalPool(Pool):
     """Of one local model. Its process tells when it is ready, and when it has ended."""
 
     def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(settings, loop)
+        super().__init__(settings, loop, Access())
         (plain,) = self.upstreams
         upstream = LocalUpstream(plain.settings, plain.address, is_healthy=True, has_been_asked=True, why_out="")
         self.upstreams = (upstream,)
@@ -342,9 +342,7 @@ class LocalModels:
         process = replace(process, binds=(Bind(UnixAddress(str(path))),))
         model = LocalModel(settings, entry, process, keep_alive_s, keep_alive_s == math.inf, pool, path)
         pool.belong(self, model)
-        upstream.wait_awake = lambda: self._wait(model, model.requests)
-        upstream.wait_ended = lambda: self._wait_ended(model)
-        upstream.is_awake = lambda: model.is_awake
+        upstream.models, upstream.model = self, model
         self.models[settings.name] = model
         if before is not None:
             model.num_loads, model.num_failures = before.num_loads, before.num_failures
@@ -372,7 +370,9 @@ class LocalModels:
         """What those who wait for it wait for."""
         if model.state is ModelState.LOADING:
             return model.stage
-        return WAITING if self._processes.is_ready else STARTING
+        if not self._processes.is_ready:
+            return STARTING
+        return PLANNING if model.plan is None else WAITING
 
     def find(self, name: str) -> LocalModel | None:
         """By any of its names."""
@@ -380,7 +380,7 @@ class LocalModels:
 
     async def load(self, model: LocalModel) -> None:
         """Returns once it is awake. Raises ServiceError: it cannot be loaded."""
-        await self._wait(model, model.others)
+        await self.wait_awake(model, model.others)
 
     async def unload(self, model: LocalModel) -> None:
         """Returns once its process has ended.
@@ -394,11 +394,11 @@ class LocalModels:
             raise ServiceError(ErrorKind.CONFLICT, message, "model_busy")
         if model.state is ModelState.AWAKE:
             self._end(model)
-        await self._wait_ended(model)
+        await self.wait_ended(model)
 
     # Requests.
 
-    async def _wait(self, model: LocalModel, waiting: list[asyncio.Future[None]]) -> None:
+    async def wait_awake(self, model: LocalModel, waiting: list[asyncio.Future[None]]) -> None:
         if model.state is ModelState.AWAKE and not model.is_leaving:
             return
         self._check(model)
@@ -411,7 +411,7 @@ class LocalModels:
             if woken in waiting:
                 waiting.remove(woken)
 
-    async def _wait_ended(self, model: LocalModel) -> None:
+    async def wait_ended(self, model: LocalModel) -> None:
         """Until its process has ended, or seems to go on."""
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * END_S if model.state is ModelState.ENDING else TOLD_S):
@@ -465,7 +465,8 @@ class LocalModels:
     def _want(self, model: LocalModel) -> None:
         if model.state is not ModelState.LOADING:
             if model not in self._wanted:
-                logger.info("the model %s is asked for: %s", model.name, self.stage_of(model))
+                why = "" if self._processes.is_ready else f": {STARTING}"
+                logger.info("the model %s is asked for%s", model.name, why)
                 self._wanted[model] = None
             Context().run(self._advance)  # what it logs and begins is of no single request
 

@@ -144,7 +144,7 @@ class Server:
         self._token_counters = {
             one.name: self._token_counter(one) for one in config.models if one.tokenizer is not None
         }
-        self._upstream_pools = [Pool(one, self._loop) for one in config.models if one.path is None]
+        self._upstream_pools = [Pool(one, self._loop, access_to(one)) for one in config.models if one.path is None]
         self._left_pools: list[Pool] = []  # of models that the list no longer has, until their requests have ended
         self._relays: dict[Pool, Relay] = {}
         self._relaying: asyncio.Task[None] | None = None  # where no engine is loaded: until upstreams have been asked

@@ -53,7 +53,7 @@ from server.relayed import (
     refusal_of,
 )
 from server.upstream.connection import Connection
-from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, UpstreamFault
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
 from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
@@ -451,7 +451,7 @@ class RelayHandle:
         bounds = Bounds(num, what.num_computed, most, context, what.num_prompts, num_prompt_tokens)
         self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, bounds, what.shown_fields)
         self._num_bytes = self._num_pieces = self._num_events = self._num_empty = 0  # of the answer
-        self._most_events = bounds.num_computed_tokens * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
+        self._most_events = most * what.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._heard_s = 0.0  # when something of the answer came last, or could have
@@ -565,8 +565,8 @@ class RelayHandle:
         ]
         if self._trace is not None:
             fields.append((b"traceparent", self._trace.value))
-        outgoing = pool.request(self._upstream, b"POST", self._passage.path, tuple(fields), self._body)
-        self._exchange = connection.http.send(outgoing, self)
+        outgoing = Outgoing(b"POST", self._passage.path, tuple(fields), self._body)
+        self._exchange = connection.http.send(pool.addressed(outgoing, self._upstream), self)
         if self._is_paused:
             self._exchange.pause()
         self._sent_s = self._heard_s = now_s

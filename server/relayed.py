@@ -199,14 +199,6 @@ class Bounds(NamedTuple):
     num_prompts: int = 1
     num_prompt_tokens: int = 0
 
-    @property
-    def num_shown_tokens(self) -> int:
-        return self.num_tokens * self.num_choices
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.num_tokens * self.num_computed
-
 
 class UpstreamAnswer:
     """
@@ -233,7 +225,7 @@ class UpstreamAnswer:
         self.num_document_bytes = self._num_texts = self._num_text_bytes = 0
         self._passage = passage
         self._call = call
-        self._bounds = bounds
+        self._bounds, self._most_shown = bounds, bounds.num_tokens * bounds.num_choices  # tokens
         self._shown_fields = shown_fields
         own = {"id": passage.prefix + request_id, "model": call.model}
         self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
@@ -255,7 +247,7 @@ class UpstreamAnswer:
     def estimated(self) -> Usage:
         """What has come: a token for each event with text, or for BYTES_PER_TOKEN of a document."""
         num_tokens = max(self._num_texts, self.num_document_bytes // BYTES_PER_TOKEN)
-        num_tokens = min(num_tokens, self._bounds.num_shown_tokens)
+        num_tokens = min(num_tokens, self._most_shown)
         has_answered = num_tokens or self.is_done or self._tells_nonsense
         return Usage(self._bounds.num_prompt_tokens if has_answered else 0, num_tokens)
 
@@ -275,7 +267,7 @@ class UpstreamAnswer:
         if bounds.context < MANY_TOKENS and self._passage.form != "document":  # which has any number of inputs
             prompt = bounds.context * bounds.num_computed
         if bounds.num_tokens < MANY_TOKENS:
-            completion = bounds.num_computed_tokens
+            completion = bounds.num_tokens * bounds.num_computed
         counts = msgspec.structs.astuple(self._at_least(told))
         billed = Usage(*map(min, counts, (prompt, completion, prompt, completion)))
         if billed != told:
@@ -290,7 +282,7 @@ class UpstreamAnswer:
         is_believed = told.num_completion_tokens >= max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
         if bounds.num_choices == 1 or self._call.echo or is_believed:
             return told
-        num_tokens = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), bounds.num_shown_tokens)
+        num_tokens = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), self._most_shown)
         num_prompt_tokens = bounds.num_prompt_tokens if bounds.num_prompts > 1 else 0
         return Usage(
             max(told.num_prompt_tokens, num_prompt_tokens),

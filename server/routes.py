@@ -41,7 +41,7 @@ from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, input_items_reply
 from server.ledger.store import Grouping
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
-from server.observing.accounting import NumAsked, requests_reply, timeline_reply
+from server.observing.accounting import NumAsked, ToldRequest, ToldRequests, requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
@@ -712,12 +712,20 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/admin/requests": {
         "GET": _shown(
-            list_requests, "Requests in progress, the slowest and the failed", Scope.ADMIN, query={"slowest": NumAsked}
+            list_requests,
+            "Requests in progress, the slowest and the failed",
+            Scope.ADMIN,
+            answer=ToldRequests,
+            query={"slowest": NumAsked},
         )
     },
-    "/admin/engine": {"GET": _shown(show_engine, "The engine's state and counters", Scope.ADMIN)},
+    "/admin/engine": {
+        "GET": _shown(show_engine, "The engine's state and counters", Scope.ADMIN, answer=models.EngineReport)
+    },
     "/admin/cache/clear": {"POST": _shown(clear_cache, "Clear the prefix cache", Scope.ADMIN, answer=models.Status)},
-    "/admin/drain": {"POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, status=202)},
+    "/admin/drain": {
+        "POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, answer=models.Draining, status=202)
+    },
     **tenant_routes.ROUTES,
     **switches.ROUTES,
     **batch_routes.ROUTES,
@@ -757,7 +765,7 @@ _STORED = (
     Operation("A stored response", below="{response_id}", query={"stream": Literal["false"]}),
     Operation("The items of its input", below="{response_id}/input_items", query=PAGE),
 )
-_REQUEST = Operation("How a request went, or how it goes", below="{request_id}")
+_REQUEST = Operation("How a request went, or how it goes", answer=ToldRequest, below="{request_id}")
 _AGAIN = Operation(
     "Its stream, from the event behind Last-Event-ID on",
     answer=None,
@@ -767,8 +775,8 @@ _AGAIN = Operation(
 _WHY = Operation("What made a request slow, by simulation", answer=Explanation, below="{request_id}/why")
 _CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")
 _SWITCH = (
-    Operation("Load a model that is started on demand", below="{model}/load"),
-    Operation("Unload it", below="{model}/unload"),
+    Operation("Load a model that is started on demand", answer=models.ModelState, below="{model}/load"),
+    Operation("Unload it", answer=models.ModelState, below="{model}/unload"),
 )
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS, operations=(_MODEL,))},

@@ -8,17 +8,20 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
+from msgspec import Meta
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError, StartupError
-from server.api.decoding import decode
+from server.api.decoding import decode, page_of
 from server.app import App, Exchange, Handler, Operation, Route
 from server.gate.identity import (
     COMMON_SCOPES,
     KeyRecord,
     Scope,
+    ShownKey,
     create_key,
     expiry_value,
     label_value,
@@ -29,13 +32,13 @@ from server.gate.identity import (
 from server.gate.quota import MICRO, S_NS, Moment, Pool, QuotaAccount, Quotas
 from server.gate.tenants import Limits, Tenant
 from server.values import BadValueError
-from server.wire import sse
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 BODY_BYTES = 16_384
+DEFAULT_LISTED, MOST_LISTED = 100, 1000  # tenants
 MAX_KEYS = 100  # of a tenant's: those that have spent most this month
 
 
@@ -55,12 +58,78 @@ class NewLimits(msgspec.Struct, frozen=True, kw_only=True):
     key_limits: Limits | None = None
 
 
+class CreatedKey(ShownKey, frozen=True, kw_only=True):
+    """
+    Args:
+        key: shown only now.
+    """
+
+    key: str
+
+
+class KeyList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: list[ShownKey]
+
+
+class PoolState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of a limit. Money in the currency of [prices]."""
+
+    limit: float
+    left: float
+    full_in_s: float
+
+
+class AccountState(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Args:
+        used, left: by the limit's name.
+        is_near: limits of a day or a month that are 80 % used.
+    """
+
+    num_active: int
+    used: dict[str, float]
+    left: dict[str, PoolState]
+    is_near: list[str]
+
+
+class KeyState(AccountState, frozen=True, kw_only=True):
+    id: str
+
+
+class TenantState(AccountState, frozen=True, kw_only=True):
+    """
+    Args:
+        limits, key_limits: those that are set.
+        keys: that were used, MAX_KEYS at most.
+    """
+
+    name: str
+    tenant_class: str = msgspec.field(name="class")
+    share: int
+    limits: dict[str, float]
+    key_limits: dict[str, float]
+    keys: list[KeyState]
+
+
+class TenantList(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Args:
+        has_more: behind the last of these; `after` takes its name.
+    """
+
+    object: Literal["list"]
+    data: list[TenantState]
+    has_more: bool
+    has_keys_file: bool
+
+
 # Keys.
 
 
 async def list_keys(exchange: Exchange) -> None:
     records, now = await _of_keys_file(exchange, read_keys), _now(exchange.server)
-    _send_list(exchange, [record.public(now) for record in records])
+    _send(exchange, KeyList(object="list", data=[record.public(now) for record in records]))
 
 
 async def make_key(exchange: Exchange) -> None:
@@ -73,7 +142,7 @@ async def make_key(exchange: Exchange) -> None:
     terms: dict[str, Any] = {"label": label, "scopes": tuple(dict.fromkeys(asked.scopes)), "expires": expires}
     key, record = await _of_keys_file(exchange, lambda path: create_key(path, now, tenant, **terms))
     _put_in_force(exchange, record, "created")
-    exchange.send(sse.json_line({"key": key, **_plain(record.public(now))}), status=201)
+    _send(exchange, CreatedKey(**msgspec.structs.asdict(record.public(now)), key=key), status=201)
 
 
 async def end_key(exchange: Exchange) -> None:
@@ -83,7 +152,7 @@ async def end_key(exchange: Exchange) -> None:
         raise ServiceError(ErrorKind.NOT_FOUND, message, "key_not_found")
     record = await _of_keys_file(exchange, lambda path: revoke_key(path, prefix, now))
     _put_in_force(exchange, record, "revoked")
-    exchange.send(sse.json_line(_plain(record.public(now))))
+    _send(exchange, record.public(now))
 
 
 def _put_in_force(exchange: Exchange, record: KeyRecord, what: str) -> None:
@@ -120,11 +189,22 @@ def _file_error(error: StartupError) -> ServiceError:
 
 
 async def list_tenants(exchange: Exchange) -> None:
-    """Each tenant's limits, what is left of them, and what it and its keys have used of this day and month."""
-    gate = exchange.server.gate
+    """Each tenant's limits, what is left of them, and what it and its keys have used of this day and month.
+
+    By ?find=, a part of the name; a page of them by ?after= and ?limit=.
+    """
+    gate, query = exchange.server.gate, parse_qs(exchange.request.query)
+    after, limit = page_of(query, MOST_LISTED, DEFAULT_LISTED)
+    wanted = query.get("find", [""])[0].casefold()
+    if after is not None and after not in gate.directory.tenants:
+        raise InvalidRequest("after must be the name of a tenant.", "after")
+    names = list(gate.directory.tenants)
+    names = names[names.index(after) + 1 :] if after is not None else names
+    found = [name for name in names if wanted in name.casefold()]
     of_keys = gate.quotas.of_keys()
-    shown = [_shown_tenant(gate.quotas, one, of_keys[one.name]) for one in gate.directory.tenants.values()]
-    _send_list(exchange, shown, has_keys_file=gate.keys_file is not None)
+    shown = [_shown_tenant(gate.quotas, gate.directory.tenants[name], of_keys[name]) for name in found[:limit]]
+    has_keys_file = gate.keys_file is not None
+    _send(exchange, TenantList(object="list", data=shown, has_more=len(found) > limit, has_keys_file=has_keys_file))
 
 
 async def change_limits(exchange: Exchange) -> None:
@@ -142,36 +222,40 @@ async def change_limits(exchange: Exchange) -> None:
     except StartupError as error:
         raise InvalidRequest(f"{error.cause}. {error.fix}.", "limits") from error
     logger.info("the limits of %s are changed until the configuration is read again", tenant.name)
-    exchange.send(sse.json_line(_shown_tenant(gate.quotas, tenant, gate.quotas.of_keys()[tenant.name])))
+    _send(exchange, _shown_tenant(gate.quotas, tenant, gate.quotas.of_keys()[tenant.name]))
 
 
-def _shown_tenant(quotas: Quotas, tenant: Tenant, keys: dict[str, QuotaAccount]) -> dict[str, Any]:
+def _shown_tenant(quotas: Quotas, tenant: Tenant, keys: dict[str, QuotaAccount]) -> TenantState:
     now = quotas.now()
     by_use = sorted(keys, key=lambda key_id: -keys[key_id].periods[-1].num_used(now))
-    return {
-        "name": tenant.name,
-        "class": tenant.tenant_class,
-        "share": tenant.share,
-        "limits": _set(tenant.limits),
-        "key_limits": _set(tenant.key_limits),
+    return TenantState(
+        name=tenant.name,
+        tenant_class=tenant.tenant_class,
+        share=tenant.share,
+        limits=_set(tenant.limits),
+        key_limits=_set(tenant.key_limits),
+        keys=[KeyState(id=key_id, **_shown_account(keys[key_id], now)) for key_id in by_use[:MAX_KEYS]],
         **_shown_account(quotas.account_of(tenant), now),
-        "keys": [{"id": key_id, **_shown_account(keys[key_id], now)} for key_id in by_use[:MAX_KEYS]],
-    }
+    )
 
 
 def _shown_account(account: QuotaAccount, now: Moment) -> dict[str, Any]:
-    """Money in the currency of [prices]; None: not bounded."""
+    """The fields of AccountState."""
     buckets = [*account.tokens, *account.money, *(() if account.requests is None else (account.requests,))]
     return {
         "num_active": account.num_active,
         "used": {pool.name: _in_units(pool, pool.num_used(now)) for pool in account.periods},
-        "left": {
-            pool.name: {"limit": _in_units(pool, pool.capacity), "left": _in_units(pool, pool.available(now))}
-            | {"full_in_s": round(pool.full_ns(now) / S_NS, 1)}
-            for pool in buckets
-        },
+        "left": {pool.name: _shown_pool(pool, now) for pool in buckets},
         "is_near": [one.name for one in account.periods if one.is_near(now)],
     }
+
+
+def _shown_pool(pool: Pool, now: Moment) -> PoolState:
+    return PoolState(
+        limit=_in_units(pool, pool.capacity),
+        left=_in_units(pool, pool.available(now)),
+        full_in_s=round(pool.full_ns(now) / S_NS, 1),
+    )
 
 
 def _in_units(pool: Pool, num: int) -> float:
@@ -200,12 +284,8 @@ def _value(name: str, read: Callable[[], T]) -> T:
         raise InvalidRequest(f"{name} must be {error.expected}.", name) from error
 
 
-def _send_list(exchange: Exchange, found: list[dict[str, Any]], **more: Any) -> None:
-    exchange.send(sse.json_line({"object": "list", "data": _plain(found), **more}))
-
-
-def _plain(value: Any) -> Any:
-    return msgspec.to_builtins(value)
+def _send(exchange: Exchange, shown: msgspec.Struct, status: int = 200) -> None:
+    exchange.send(msgspec.json.encode(shown) + b"\n", status)
 
 
 def _now(server: App) -> datetime:
@@ -216,15 +296,23 @@ def _route(handler: Handler, summary: str, *body: Any, **more: Any) -> Route:
     return Route(handler, Scope.ADMIN, needs_model=False, operations=(Operation(summary, *body, **more),))
 
 
+_NEW_KEY = {"tenant": "acme", "label": "CI"}
 ROUTES = {
     "/admin/keys": {
-        "GET": _route(list_keys, "The keys of the keys file, without the keys themselves"),
-        "POST": _route(make_key, "Create a key", NewKey, None, {"tenant": "acme", "label": "CI"}, status=201),
+        "GET": _route(list_keys, "The keys of the keys file, without the keys themselves", answer=KeyList),
+        "POST": _route(make_key, "Create a key", NewKey, None, _NEW_KEY, CreatedKey, status=201),
     },
-    "/admin/tenants": {"GET": _route(list_tenants, "Tenants, their limits and what they have used")},
+    "/admin/tenants": {
+        "GET": _route(
+            list_tenants,
+            "Tenants, their limits and what they have used",
+            answer=TenantList,
+            query={"find": str, "after": str, "limit": Annotated[int, Meta(ge=1, le=MOST_LISTED)]},
+        )
+    },
 }
 PREFIXES = {
-    "/admin/keys/": {"DELETE": _route(end_key, "Revoke a key", below="{prefix}")},
+    "/admin/keys/": {"DELETE": _route(end_key, "Revoke a key", answer=ShownKey, below="{prefix}")},
     "/admin/tenants/": {
         "PATCH": _route(
             change_limits,
@@ -232,6 +320,7 @@ PREFIXES = {
             NewLimits,
             None,
             {"limits": {"requests_per_minute": 60}},
+            TenantState,
             below="{tenant}",
         )
     },

@@ -720,7 +720,7 @@ def _match_results(messages: list[dict[str, Any]], params: list[str], call_field
         if message["role"] == "tool":
             while turns and not turns[-1]:
                 turns.pop()
-            turn, at = _place_of_call(message, turns[-1] if turns else {}, by_id, f"{where}.{call_field}")
+            turn, at = _place_of_call(message, turns[-1] if turns else {}, by_id, where, call_field)
             call = turn.pop(at)
             message.setdefault("name", call["function"]["name"])
             if "id" in call:
@@ -728,7 +728,7 @@ def _match_results(messages: list[dict[str, Any]], params: list[str], call_field
 
 
 def _place_of_call(
-    result: dict[str, Any], last: _Calls, by_id: Mapping[str, list[tuple[_Calls, int]]], where: str
+    result: dict[str, Any], last: _Calls, by_id: Mapping[str, list[tuple[_Calls, int]]], where: str, call_field: str
 ) -> tuple[_Calls, int]:
     """The call that waits for a result: the newest of its id; or else the first of the last turn, by name or at all.
 
@@ -746,6 +746,7 @@ def _place_of_call(
         for at, call in last.items()
         if (call_id is None or "id" not in call) and name in (None, call["function"]["name"])
     ]
+    where = f"{where}.{'name' if call_id is None and name is not None and not found else call_field}"
     if not found:
         raise InvalidRequest(f"{where} is of no call in an earlier message that waits for its result.", where)
     if call_id is None and len({last[at].get("id") for at in found}) > 1:
@@ -841,10 +842,13 @@ def _template_message(message: Message, style: ToolStyle | None, param: str) -> 
         raise _null_content(f"{param}.content", "; only an assistant's message may have null")
     result = {"role": role, "content": "" if is_silent else flatten(message.content, f"{param}.content")}
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if message.tool_calls and role != "assistant":
+        where = f"{param}.tool_calls"
+        raise InvalidRequest(f"{where} belongs to an assistant's message, not to a {role}'s. Leave it out.", where)
     calls = template_calls(message.tool_calls, style, f"{param}.tool_calls") if message.tool_calls else None
     optional = {
         "name": message.name,
-        "tool_call_id": None if message.tool_call_id is None else template_id(message.tool_call_id, style),
+        "tool_call_id": template_id(message.tool_call_id, style) if message.tool_call_id else None,
         "reasoning_content": reasoning,
         "tool_calls": calls,
     }

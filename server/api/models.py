@@ -5,7 +5,7 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from core.types import Adapter, EngineSnapshot, EngineStats
+from core.types import Adapter, EngineSnapshot, EngineState, EngineStats, StoreState
 from server.wire import sse
 
 MOST_PATH_CHARS = 4096
@@ -232,15 +232,38 @@ def _model_object(model: ServedModel, states: States) -> ModelObject:
     return result
 
 
+class ModelState(TypedDict):
+    model: str
+    status: State
+
+
 def state_reply(name: str, states: States) -> bytes:
-    return sse.json_line({"model": name, "status": {"value": states[name]}})
+    return sse.json_line(ModelState(model=name, status={"value": states[name]}))
+
+
+class EngineReport(EngineState):
+    """The engine's state, and its counters since the start."""
+
+    serial: int
+    store: StoreState
+    counters: EngineStats
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:
-    """The engine's state, field by field as in core/engine.py (state_of), and its counters since the start."""
-    shown = {"serial": snapshot.serial, **snapshot.state, "store": snapshot.store, "counters": stats}
-    return msgspec.json.encode(shown) + b"\n"
+    report: EngineReport = {**snapshot.state, "serial": snapshot.serial, "store": snapshot.store, "counters": stats}
+    return msgspec.json.encode(report) + b"\n"
+
+
+class Draining(TypedDict):
+    """
+    Args:
+        grace_s: until the process ends at the latest.
+    """
+
+    status: Literal["draining"]
+    grace_s: float
+    num_in_progress: int
 
 
 def drain_reply(grace_s: float, num_in_progress: int) -> bytes:
-    return sse.json_line({"status": "draining", "grace_s": grace_s, "num_in_progress": num_in_progress})
+    return sse.json_line(Draining(status="draining", grace_s=grace_s, num_in_progress=num_in_progress))

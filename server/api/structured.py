@@ -151,7 +151,8 @@ def _of_format(response_format: ResponseFormat, param: str) -> GrammarSpec:
     named = response_format.json_schema
     if named is not None:
         return _schema(named.schema, f"{param}.json_schema.schema")
-    return _schema(response_format.schema, f"{param}.schema")
+    is_named = response_format.schema is not None or response_format.name is not None  # as in responses
+    return _schema(response_format.schema, f"{param}.{'schema' if is_named else 'json_schema'}")
 
 
 def _schema(schema: Any, param: str, allowance: Allowance | None = None) -> GrammarSpec:

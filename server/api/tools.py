@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from core.answer_parts import AnswerParser
 from core.constraints import (
+    TYPES,
     Allowance,
     GrammarKind,
     GrammarSpec,
@@ -45,7 +46,6 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 
 FunctionName = Annotated[str, Meta(min_length=1, max_length=128)]
 _NAME = re.compile(r"[\w.\-]+")
-_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _SCHEMA_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _LISTS = _SCHEMA_LISTS | {"enum", "required"}
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -177,11 +177,11 @@ def tool_wishes(
         place = f"{param}.{parameters}"
         if one.parameters is not None and one.parameters.get("type", "object") != "object":
             raise InvalidRequest(f'{place} must have "type": "object".', place)
-        check_depth(one.parameters, place, allowance)
-        _check_schema(one.parameters or {}, place)
         if one.strict:
             held[one.name] = json_schema(_parameters(one), place, allowance)
         else:
+            check_depth(one.parameters, place, allowance)
+            _check_schema(one.parameters or {}, place)
             check_answerable(_parameters(one), place, allowance)
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
@@ -211,8 +211,8 @@ def _check_schema(schema: Any, param: str) -> None:
         raise InvalidRequest(f"{param} must be a schema: an object, true or false.", param)
     for name, value in schema.items():
         where = f"{param}.{name}"
-        if name == "type" and not all(str(one) in _TYPES for one in (value if isinstance(value, list) else [value])):
-            raise InvalidRequest(f"{where} must be of {', '.join(sorted(_TYPES))}.", where)
+        if name == "type" and not all(str(one) in TYPES for one in (value if isinstance(value, list) else [value])):
+            raise InvalidRequest(f"{where} must be of {', '.join(sorted(TYPES))}.", where)
         if name in _LISTS and not isinstance(value, list):
             raise InvalidRequest(f"{where} must be an array.", where)
         if name == "$ref" and not str(value).startswith("#"):
@@ -372,7 +372,7 @@ def template_calls(calls: list[ToolCall], style: ToolStyle | None, param: str) -
     return [
         {
             "type": "function",
-            **({"id": template_id(call.id, style)} if call.id is not None else {}),
+            **({"id": template_id(call.id, style)} if call.id else {}),
             "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, style)},
         }
         for call in calls

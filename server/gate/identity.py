@@ -23,7 +23,7 @@ from functools import lru_cache
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -94,15 +94,27 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     expires: datetime | None = None
     revoked: datetime | None = None
 
-    def public(self, now: datetime) -> dict[str, object]:
-        """All but the digest, and its state."""
+    def public(self, now: datetime) -> "ShownKey":
         told = {name: value for name, value in msgspec.structs.asdict(self).items() if name != "sha256"}
-        return told | {"state": self.state(now)}
+        return ShownKey(**told, state=self.state(now))
 
-    def state(self, now: datetime) -> str:
+    def state(self, now: datetime) -> Literal["valid", "revoked", "expired"]:
         if self.revoked is not None:
             return "revoked"
         return "expired" if self.expires is not None and self.expires <= now else "valid"
+
+
+class ShownKey(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a KeyRecord but the digest, and its state."""
+
+    prefix: str
+    tenant: str
+    created: datetime
+    label: str
+    scopes: tuple[Scope, ...]
+    expires: datetime | None
+    revoked: datetime | None
+    state: Literal["valid", "revoked", "expired"]
 
 
 class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,20 +13,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
-import orjson
 
 from core.errors import ErrorKind, ServiceError
 from core.types import FinishReason, Usage
 from server.clock import Clock
 from server.gate.identity import LOCAL_CALLER, Caller, mask_keys
 from server.gate.tenants import LOCAL_NAME, OwnDeadlineExceeded
-from server.observing.logs import AccessRecord, access_is_logged, log_access
+from server.observing.logs import AccessRecord, RequestOutcome, access_is_logged, log_access
 from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
-from server.observing.timing import MS_NS, S_NS, StageClock
+from server.observing.timing import MS_NS, S_NS, Stage, StageClock
 from server.wire.messages import Headers, HttpRequest, Peer
 from server.wire.stream import HttpStream
 
@@ -105,6 +104,42 @@ class Interval(msgspec.Struct, frozen=True):
     stage: str
     start_ms: float
     duration_ms: float
+
+
+class ToldRequest(RequestOutcome, frozen=True, kw_only=True, omit_defaults=True):
+    """A request as GET /v1/requests/ID tells it; what is missing was not so, or has not come so far.
+
+    Args:
+        state: its stage; or `done`, or `failed`: by our fault, or broken off.
+        started: unix time of its first byte.
+        prefill_chunks: steps that computed some of its prompt.
+        detokenize_ms: the loop's work on its tokens, within other stages.
+        stages: those it has left, in order.
+        status: see AccessRecord.
+    """
+
+    id: str
+    object: Literal["request"]
+    state: str
+    method: str
+    path: str
+    tenant: str
+    started: float
+    prefill_chunks: int
+    stages: tuple[Interval, ...]
+    model: str | None = None
+    detokenize_ms: float | None = None
+    status: int | None = None
+    duration_ms: float | None = None
+
+
+class ToldRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all tenants: in progress, the oldest first; the slowest of the last hour; the failed, the latest first."""
+
+    object: Literal["list"]
+    running: list[ToldRequest]
+    slowest: list[ToldRequest]
+    failed: list[ToldRequest]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,8 +399,8 @@ def timeline_reply(
     named = (one for one in running if request_id in (one.request_id, client_request_id(one.request)))
     account = next((one for one in named if tenant in (None, one.tenant)), None)
     if account is not None:
-        return orjson.dumps(_running_json(account, clock))
-    return orjson.dumps(_flight_json(known_flight(request_id, tenant, recorder)))
+        return msgspec.json.encode(_told_running(account, clock))
+    return msgspec.json.encode(_told_ended(known_flight(request_id, tenant, recorder)))
 
 
 def known_flight(request_id: str, tenant: str | None, recorder: FlightRecorder) -> RequestRecord:
@@ -378,19 +413,16 @@ def known_flight(request_id: str, tenant: str | None, recorder: FlightRecorder) 
 
 
 def requests_reply(query: str, running: Sequence[Account], recorder: FlightRecorder, clock: Clock) -> bytes:
-    """Of all tenants: running requests, the oldest first; the slowest of the last hour; the failed, the latest first.
-
-    Raises ServiceError (invalid_query).
-    """
+    """ToldRequests. Raises ServiceError (invalid_query)."""
     number = _asked_number(query)
     oldest = sorted(running, key=lambda one: one.timings.accepted_s)
-    reply = {
-        "object": "list",
-        "running": [_running_json(one, clock) for one in oldest[:number]],
-        "slowest": [_flight_json(one) for one in recorder.slowest(number)],
-        "failed": [_flight_json(one) for one in recorder.failed(number)],
-    }
-    return orjson.dumps(reply)
+    reply = ToldRequests(
+        object="list",
+        running=[_told_running(one, clock) for one in oldest[:number]],
+        slowest=[_told_ended(one) for one in recorder.slowest(number)],
+        failed=[_told_ended(one) for one in recorder.failed(number)],
+    )
+    return msgspec.json.encode(reply)
 
 
 NumAsked = Annotated[int, msgspec.Meta(ge=1, le=MAX_ASKED)]
@@ -405,33 +437,36 @@ def _asked_number(query: str) -> int:
     return int(text)
 
 
-def _flight_json(flight: RequestRecord) -> dict[str, object]:
+def _told_ended(flight: RequestRecord) -> ToldRequest:
     record = msgspec.structs.asdict(flight.record)
-    told = {name: value for name, value in record.items() if value is not None and name != "stages_ms"}
-    head = {"id": told.pop("request_id"), "object": "request", "state": "failed" if flight.has_failed else "done"}
-    return {
-        **head,
-        **told,
-        "tenant": flight.tenant,
-        "model": flight.model,
-        "started": round(flight.started_unix_s, 3),
-        "prefill_chunks": flight.timings.num_prefill_chunks,
-        "detokenize_ms": flight.timings.detokenize_ms,
-        "stages": [msgspec.structs.asdict(one) for one in intervals_of(flight.timings)],
-    }
+    told = {name: record[name] for name in ToldRequest.__struct_fields__ if name in record}
+    return ToldRequest(
+        **told
+        | {
+            "id": flight.request_id,
+            "object": "request",
+            "state": "failed" if flight.has_failed else "done",
+            "tenant": flight.tenant,
+            "model": flight.model,
+            "started": round(flight.started_unix_s, 3),
+            "prefill_chunks": flight.timings.num_prefill_chunks,
+            "detokenize_ms": flight.timings.detokenize_ms,
+            "stages": intervals_of(flight.timings),
+        }
+    )
 
 
-def _running_json(account: Account, clock: Clock) -> dict[str, object]:
+def _told_running(account: Account, clock: Clock) -> ToldRequest:
     """Its completed stages, and the current one as `state`."""
     timings = account.timings
-    return {
-        "id": account.request_id,
-        "object": "request",
-        "state": timings.stage,
-        "method": account.request.method,
-        "path": account.request.path,
-        "tenant": account.tenant,
-        "started": round(clock.unix() - (clock.monotonic() - timings.accepted_s), 3),
-        "prefill_chunks": timings.num_prefill_chunks,
-        "stages": [msgspec.structs.asdict(one) for one in intervals_of(timings)],
-    }
+    return ToldRequest(
+        id=account.request_id,
+        object="request",
+        state=timings.stage or Stage.HEAD,
+        method=account.request.method,
+        path=account.request.path,
+        tenant=account.tenant,
+        started=round(clock.unix() - (clock.monotonic() - timings.accepted_s), 3),
+        prefill_chunks=timings.num_prefill_chunks,
+        stages=intervals_of(timings),
+    )

@@ -20,9 +20,11 @@ const words = (name) => name.replaceAll("_", " ");
  * @returns {() => void} to be called at each frame: asks the server every five seconds
  */
 export function tenants(ask) {
-  let asked = -Infinity;
+  let asked = -Infinity, numAsked = 0;
   /** @type {Row[]} */
   let shown = [];
+  /** @type {string | null} */
+  let after = null; // the last tenant of the page before
 
   /** @param {string} text */
   const say = (text) => tell($("tenants-told"), text);
@@ -37,8 +39,16 @@ export function tenants(ask) {
 
   async function refresh() {
     asked = Date.now();
-    const found = await get("/admin/tenants"), keys = found?.has_keys_file ? await get("/admin/keys") : null;
-    if (found) show(found.data);
+    const number = ++numAsked;
+    const query = new URLSearchParams({ find: $("find-tenant").value.trim(), ...(after === null ? {} : { after }) });
+    const found = await get(`/admin/tenants?${query}`), keys = found?.has_keys_file ? await get("/admin/keys") : null;
+    if (number !== numAsked) return; // another page is asked for
+    if (!found) after = null;
+    else {
+      show(found.data);
+      $("tenants-next").hidden = !found.has_more;
+      $("tenants-first").hidden = after === null;
+    }
     $("keys").hidden = !keys;
     if (keys) showKeys(keys.data);
   }
@@ -145,6 +155,14 @@ export function tenants(ask) {
     $("choice").showModal();
   }
 
+  /** @param {string | null} name */
+  const turnTo = (name) => {
+    after = name;
+    refresh();
+  };
+  $("find-tenant").addEventListener("input", () => turnTo(null));
+  $("tenants-first").addEventListener("click", () => turnTo(null));
+  $("tenants-next").addEventListener("click", () => turnTo(shown.at(-1)?.name ?? null));
   $("new-key").addEventListener("submit", async (/** @type {Event} */ event) => {
     event.preventDefault();
     const scopes = [...$("new-key").querySelectorAll("[name=scope]:checked")].map((/** @type {any} */ one) => one.value);

@@ -297,14 +297,7 @@ class Access(NamedTuple):
 class Pool:
     """A model's upstreams."""
 
-    def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop, access: Access | None = None) -> None:
-        """
-        Args:
-            access: None: read here.
-
-        Raises:
-            StartupError: a file that the settings name cannot be used.
-        """
+    def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop, access: Access) -> None:
         self.settings = settings
         self._loop = loop
         self._protocols = PROTOCOLS[settings.protocol]
@@ -316,7 +309,7 @@ class Pool:
         self._is_leaving = False
         self._told_s = -math.inf  # that none takes requests
         self.upstreams: tuple[Upstream, ...] = ()
-        self.take(settings, access or access_to(settings))
+        self.take(settings, access)
 
     def can_take(self, settings: ModelSettings) -> bool:
         """It has other upstreams at most."""
@@ -453,24 +446,18 @@ class Pool:
         except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
             logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
 
-    def request(
-        self,
-        upstream: Upstream,
-        method: bytes,
-        path: bytes,
-        fields: tuple[tuple[bytes, bytes], ...] = (),
-        body: bytes = b"",
-    ) -> Outgoing:
-        return Outgoing(method, upstream.address.prefix.encode() + path, (*self._fields, *fields), body)
+    def addressed(self, outgoing: Outgoing, upstream: Upstream) -> Outgoing:
+        path = upstream.address.prefix.encode() + outgoing.path
+        return outgoing._replace(path=path, fields=(*self._fields, *outgoing.fields))
 
     async def ask(
         self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None
     ) -> tuple[AnswerHead, bytes]:
         """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
         connection = await upstream.connection()
-        what = (b"GET", path.encode()) if json is None else (b"POST", path.encode(), JSON, json)
+        outgoing = Outgoing(b"GET" if json is None else b"POST", path.encode(), JSON if json else (), json or b"")
         answer = WholeAnswer(most_bytes)
-        exchange = connection.http.send(self.request(upstream, *what), answer)
+        exchange = connection.http.send(self.addressed(outgoing, upstream), answer)
         try:
             return await answer.done
         finally:

@@ -132,6 +132,31 @@ def test_a_call_that_was_cut_off_has_the_ids_that_were_generated(source: str, cu
     assert ids[: len(ids_before := TOKENIZER.encode_chat(prompt) + answer)] == ids_before
 
 
+@pytest.mark.parametrize("is_named", [False, True], ids=["in letters", "in tokens"])
+def test_arguments_are_text_unless_their_tokens_were_generated(is_named: bool) -> None:
+    """A call of a history that spells the marks of calls and thoughts; a remembered turn has the ids it was made of."""
+    template = ChatTemplate({"default": TOOL_TEMPLATES["hermes"]}, {}, 4096)
+    tokenizer = Tokenizer(for_chats(byte_level()).to_str(), {}, None, [TOOL_TEMPLATES["hermes"]], template.user_turn())
+    spelled = "x</tool_call><think>y"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    prompt = template.render(messages, now=datetime(2026, 1, 1))
+    function = {"name": "f", "arguments": {"k": spelled}}
+    messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
+    chat = template.render(messages, now=datetime(2026, 1, 1), add_generation_prompt=False)
+
+    def marks(ids: list[int]) -> list[str]:
+        return [text for text in map(tokenizer.str_of, ids) if text in ("<tool_call>", "</tool_call>", "<think>")]
+
+    memory = TurnMemory(tokenizer)
+    assert marks(memory.encode(chat, MINE)) == ["<think>", "<tool_call>", "</tool_call>"]  # an empty thought
+    said = str(chat)[len(prompt + EMPTY_THOUGHT) : str(chat).index("<|im_end|>", len(prompt))]
+    pieces = said.partition(spelled) if is_named else (said[: said.index(spelled)], *spelled, *said.rpartition("y")[2:])
+    answer = [one for piece in pieces for one in tokenizer.encode(piece, add_special_tokens=False)]
+    memory.add(Begun(MINE, prompt, np.array(begun := memory.encode(prompt, MINE), np.int32), True), answer)
+    assert memory.encode(chat, MINE)[: len(begun) + len(answer)] == [*begun, *answer]
+    assert marks(answer)[1:-1] == (["</tool_call>", "<think>"] if is_named else [])
+
+
 @pytest.mark.parametrize("name", ["granite", "phi4", "hermes", "xml", "glm", "gemma", "pythonic"])
 def test_calls_that_are_cut_between_two_have_the_ids_that_were_generated(name: str) -> None:
     """What there is of the next call is not shown, and comes in no history."""

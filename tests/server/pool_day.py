@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from server.upstream.pool import LeadingBlocks, Pool, Slot, Upstream
+from server.upstream.pool import Access, LeadingBlocks, Pool, Slot, Upstream
 from server.upstream.settings import ModelSettings, UpstreamSettings
 
 DAY_S = 86_400.0
@@ -113,7 +113,7 @@ class PoolDay:
             UpstreamSettings(url=f"http://h{i}:1", version="new" if i % 8 == 0 else "old") for i in range(num_upstreams)
         )
         settings = ModelSettings(name="m", upstreams=upstreams, max_requests=MAX_REQUESTS)
-        self.pool = pool_type(settings, self.loop)  # type: ignore[arg-type]
+        self.pool = pool_type(settings, self.loop, Access())  # type: ignore[arg-type]
         self.boxes = {one: Box() for one in self.pool.upstreams}
         self.all_blocks: set[int] = set()
         self.num_hits = self.num_best_hits = self.num_refused = self.num_lost = self.num_moved = 0

@@ -20,8 +20,8 @@ from server.local_models import (
     FIRST_LATE_S,
     LEAST_LATE_S,
     NUM_UNANSWERED,
+    PLANNING,
     STARTING,
-    WAITING,
     WATCH_EVERY_S,
     LocalModel,
     LocalModels,
@@ -159,7 +159,7 @@ async def ask(models: LocalModels, name: str, inside_s: float) -> str:
     slot = pool.take_slot(PROMPT, 0, "local")
     try:
         await slot.granted
-        await model.upstream.wait_awake()  # type: ignore[attr-defined]
+        await models.wait_awake(model, model.requests)
         assert model.state is ModelState.AWAKE
         await asyncio.sleep(inside_s)
         return "served"
@@ -334,6 +334,7 @@ def test_what_a_load_logs_is_of_the_request_that_asked_for_it_in_its_first_line_
         for name in ("a", "b"):
             current_request_id.set(f"of {name}")
             assert not models.models[name].upstream.is_up
+            assert models.stage_of(models.models[name]) == PLANNING
             assert await ask(models, name, 0.1) == "served"
             assert models.models[name].upstream.is_up
         await asyncio.sleep(5)
@@ -344,7 +345,7 @@ def test_what_a_load_logs_is_of_the_request_that_asked_for_it_in_its_first_line_
     loop.run(run())
     loop.close()
     of_requests = [message for message, of in ids if of != NO_REQUEST]
-    assert of_requests == [f"the model {name} is asked for: {WAITING}" for name in ("a", "b")]
+    assert of_requests == [f"the model {name} is asked for" for name in ("a", "b")]
     assert len(ids) - len(of_requests) >= 6
 
 

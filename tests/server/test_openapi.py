@@ -47,6 +47,16 @@ def test_each_has_its_right_and_its_errors(document: Any) -> None:
     assert chat["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("ErrorDocument")
 
 
+def test_what_operators_and_clients_ask_about_requests_is_told_field_by_field(document: Any) -> None:
+    for path, method, _, one in TOLD:
+        if path.startswith(("/admin/", "/v1/requests/")):
+            assert one.answer != dict[str, Any], (method, path)
+    schemas = document["components"]["schemas"]
+    tenant = next(schemas[name] for name in schemas if name.endswith("TenantState"))
+    assert {"name", "class", "limits", "keys", "used"} <= tenant["properties"].keys()
+    assert "http2_error" not in schemas[next(name for name in schemas if name.endswith("ToldRequest"))]["required"]
+
+
 def test_each_example_is_taken() -> None:
     examples = [(one.example, one.body) for *_, one in TOLD if one.body and not isinstance(one.body, tuple)]
     assert len(examples) > 20

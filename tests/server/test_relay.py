@@ -7,8 +7,6 @@ import json
 import random
 import subprocess
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,19 @@ from tests.certificates import make_certificate
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level
 from tests.server import raw_http2
-from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
+from tests.server.gateway import (
+    ASKED,
+    SURFACES,
+    before,
+    fronting,
+    model,
+    no_engine,
+    relaying,
+    saying,
+    url_of,
+    wait_until,
+    whole,
+)
 from tests.server.inline_ledger import rows
 from tests.server.running_server import LIMITS, Running, ask, closing, load_with, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
@@ -224,10 +234,7 @@ async def test_what_was_received_of_a_broken_answer_is_billed(tmp_path: Path) ->
             await reader.readuntil(b"content")
         writer.transport.abort()
         await wait_until(lambda: not gateway.server._app.generations.active)  # type: ignore[union-attr]
-        lines: list[Any] = []
-        while not lines:  # its settlement is on its way to the file
-            lines = (await gateway.ask(request("GET", "/v1/usage?by=model"))).json["data"]
-        (line,) = lines
+        line = await gateway.usage()
         assert line["completion_tokens"] >= 3
         assert line["prompt_tokens"] > 0
 
@@ -242,9 +249,8 @@ async def test_a_cancelled_answer_is_billed_as_our_own_upstream_counted_it(tmp_p
                 await reader.readuntil(b"content")
             writer.transport.abort()
             await wait_until(lambda: not gateway.server._app.generations.active)  # type: ignore[union-attr]
-        line: dict[str, Any] = {}
-        while line.get("requests") != 3:
-            (line,) = (await gateway.ask(request("GET", "/v1/usage?by=model"))).json["data"] or ({},)
+        while (line := await gateway.usage())["requests"] != 3:
+            pass
         billed = line["prompt_tokens"], line["completion_tokens"]
         assert billed == (counted.num_prompt_tokens, counted.num_generation_tokens)
 
@@ -309,8 +315,7 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
     for name, content in files.items():
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else orjson.dumps(content))
     async with relaying(tokenizer=str(tmp_path)) as gateway:
-        relay = gateway.server._app.served.others[ASKED].reader
-        assert isinstance(relay, Relay)
+        relay = gateway.relay
         names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
         for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if one.prefix in names):
             data = SURFACES[names[passage.prefix]]()
@@ -328,18 +333,16 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
 
 @pytest.mark.parametrize("surface", [one for one in PASSAGES if PASSAGES[one].form in ("chunks", "names")])
 async def test_an_upstream_is_told_that_an_answer_is_not_streamed(surface: Any) -> None:
-    async with serving(no_engine, models=(model("unix:/nowhere"),)) as front:
-        relay = front.server._app.served.others[ASKED].reader
-        assert isinstance(relay, Relay)
+    async with fronting(model("unix:/nowhere")) as front:
+        relay = front.relay
         for given, said in (({}, False), ({"stream": None}, False), ({"stream": True}, True)):
             prepared = relay.prepare(surface, orjson.dumps(given), Tenant(name="t"), StageMarks(lambda: 0.0))
             assert orjson.loads(prepared.body)["stream"] is said
 
 
 async def test_without_a_tokenizer_a_prompt_reserves_a_third_of_its_bytes_and_ids_as_they_are() -> None:
-    async with serving(no_engine, models=(model("unix:/nowhere"),)) as front:
-        relay = front.server._app.served.others[ASKED].reader
-        assert isinstance(relay, Relay)
+    async with fronting(model("unix:/nowhere")) as front:
+        relay = front.relay
         image = {"type": "image_url", "image_url": {"url": "data:" + "a" * 999}}
         for surface, body, num_tokens in (
             (completions.SURFACE, {"prompt": "x" * 300}, 100),
@@ -368,11 +371,9 @@ async def test_a_document_reserves_what_it_may_take() -> None:
 
 async def test_surfaces_that_do_not_pass_are_refused() -> None:
     async with relaying() as gateway:
-        body = {"model": ASKED, "messages": [{"role": "user", "content": "step"}]}
-        assert (await gateway.ask(request("POST", "/api/chat", body))).status == 400
-        assert (await gateway.ask(request("POST", "/api/chat", {"model": ASKED}))).status == 400
-        infill = {"model": ASKED, "input_prefix": "a", "input_suffix": "b"}
-        assert (await gateway.ask(request("POST", "/infill", infill))).status == 400
+        asked = {"messages": [{"role": "user", "content": "step"}]}
+        for path, fields in (("/api/chat", asked), ("/api/chat", {}), ("/infill", {"input_prefix": "a"})):
+            assert (await gateway.ask(request("POST", path, {"model": ASKED} | fields))).status == 400
 
 
 async def test_infill_and_counts_pass_to_servers_of_our_own() -> None:
@@ -451,15 +452,15 @@ async def test_an_answer_that_breaks_off_ends_with_an_error_event() -> None:
 
 async def test_without_an_upstream_there_is_a_503_until_one_comes(tmp_path: Path) -> None:
     path = tmp_path / "upstream.sock"
-    async with serving(no_engine, models=(model(f"unix:{path}"),)) as front:
-        refused = await ask(front.server, closing(SURFACES["chat"]()))
+    async with fronting(model(f"unix:{path}")) as front:
+        refused = await front.ask(SURFACES["chat"]())
         assert (refused.status, refused.json["error"]["code"]) == (503, "no_upstream")
         assert front.server._app.agent_line() == "down #no upstream"
         assert refused.headers["retry-after"] == "1"
         async with serving(binds=(Bind(UnixAddress(str(path))),)):
-            (upstream,) = front.server._pools[0].upstreams
+            (upstream,) = front.pool.upstreams
             await wait_until(lambda: upstream.is_healthy)
-            answer = await ask(front.server, closing(SURFACES["chat"]()))
+            answer = await front.ask(SURFACES["chat"]())
             assert answer.status == 200
             assert front.server._app.agent_line() == "up ready 100%"
 
@@ -473,13 +474,13 @@ async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(
         trusted = model(url, tls_ca=str(certificate), api_key_file=str(secret))
         keyless = model(url, name="keyless", tls_ca=str(certificate))
         distrusted = model(url, name="distrusted", api_key_file=str(secret))
-        async with serving(no_engine, models=(trusted, keyless, distrusted)) as front:
+        async with fronting(trusted, keyless, distrusted) as front:
             codes = {ASKED: (200, None), "keyless": (502, "upstream_error"), "distrusted": (503, "no_upstream")}
             for name, expected in codes.items():
-                answer = await ask(front.server, closing(SURFACES["chat"](model=name)))
+                answer = await front.ask(SURFACES["chat"](model=name))
                 code = answer.json.get("error", {}).get("code")
                 assert (answer.status, code) == expected
-            (connection,) = front.server._pools[0].upstreams[0].connections
+            (connection,) = front.pool.upstreams[0].connections
             assert connection.http.is_multiplexed
 
 
@@ -494,8 +495,8 @@ async def test_a_reload_reads_the_tls_files_again_or_all_stays_as_it_was(
     async with serving(tls_cert=files[0], tls_key=files[1]) as upstream:
         url = url_of(upstream, "https").replace("127.0.0.1", "localhost")
         entry = model(url, **{name: str(path) for name, path in given.items()})
-        async with serving(no_engine, models=(entry,)) as front:
-            (there,) = front.server._pools[0].upstreams
+        async with fronting(entry) as front:
+            (there,) = front.pool.upstreams
             assert "self-signed" in there.why_out
             ca = files[0].read_bytes()
             for bad, contents in (("tls_ca", b"no"), ("tls_key", files[1].read_bytes()), ("tls_key", encrypted)):
@@ -509,7 +510,7 @@ async def test_a_reload_reads_the_tls_files_again_or_all_stays_as_it_was(
             mine[0].write_bytes(mine[0].read_bytes() + ca)
             reloaded(front.server, entry)
             await wait_until(lambda: there.is_healthy)
-            assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
+            assert (await front.ask(SURFACES["chat"]())).status == 200
 
 
 def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
@@ -588,45 +589,27 @@ def _chunk(**choice: Any) -> bytes:
     ids=range(18),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith(b"POST"):
-            await reader.readuntil(b"}")
-            size = max(7, len(said) // 100)
-            for i in range(0, len(said), size):
-                writer.write(said[i : i + size])
-                await asyncio.sleep(0)
+    async with before(said, speaks={"ends": True}, health="/health") as front:
+        told = await front.ask(SURFACES["chat"](stream=True))
+        if told.status == 200 and "event-stream" in told.headers["content-type"]:
+            *_, last = [one for one in told.events if one != "[DONE]"]
+            got = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
         else:
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        writer.close()
-
-    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
-        async with serving(
-            no_engine, models=(model(f"http://127.0.0.1:{port}", health="/health", protocol="h1"),)
-        ) as front:
-            told = await read_answer(*await open_with(front.server, closing(SURFACES["chat"](stream=True))))
-            if told.status == 200 and "event-stream" in told.headers["content-type"]:
-                *_, last = [one for one in told.events if one != "[DONE]"]
-                got = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
-            else:
-                got = told.json["error"]["code"]
-            assert got == expected
-            assert front.server._pools[0].upstreams[0].num_active == 0
+            got = told.json["error"]["code"]
+        assert (got, front.num_active) == (expected, [0])
 
 
 @pytest.mark.parametrize("said", [b"H", b"HTTP/1.1 200", _HEAD, _HEAD + b"data: {", _HEAD + _chunk(text="a")])
 async def test_an_upstream_that_falls_silent_holds_up_its_own_request_alone(said: bytes) -> None:
     async with saying(said) as silent, serving() as good:
         models = (model(silent, protocol="h1"), model(url_of(good), name="good"))
-        async with serving(no_engine, models=models) as front:
+        async with fronting(*models) as front:
             held = await open_with(front.server, closing(SURFACES["chat"](deadlines={"total_ms": 300}, stream=True)))
-            answer = await ask(front.server, closing(SURFACES["chat"](model="good")))
+            answer = await front.ask(SURFACES["chat"](model="good"))
             assert answer.status == 200
             late = await read_answer(*held)
             assert b"deadline_exceeded" in late.body
-            (upstream,) = front.server._pools[0].upstreams
+            (upstream,) = front.pool.upstreams
             assert (upstream.num_active, upstream.num_waiting_tokens) == (0, 0)
             await wait_until(lambda: not any(one.http.num_open for one in upstream.connections))
 
@@ -644,12 +627,12 @@ async def test_a_stream_of_which_nothing_comes_is_broken_off_and_its_upstream_ha
 ) -> None:
     async with saying(said, hangs=True) as silent, serving() as good:
         models = (model(silent, url_of(good), protocol="h1", silence_timeout="100ms", **fields),)
-        async with serving(no_engine, models=models) as front:
-            pool = front.server._pools[0]
-            answer = await ask(front.server, closing(SURFACES["chat"](stream=True)))
+        async with fronting(*models) as front:
+            pool = front.pool
+            answer = await front.ask(SURFACES["chat"](stream=True))
             assert end.encode() in answer.body
             assert [one.num_failures for one in pool.upstreams] == [1, 0]
-            assert [one.num_active for one in pool.upstreams] == [0, 0]
+            assert front.num_active == [0, 0]
             assert pool.num_retries == moved
 
 
@@ -660,10 +643,10 @@ async def test_what_is_not_streamed_goes_elsewhere_once_nothing_comes_and_the_he
     monkeypatch.setattr(pool, "PROBE_EVERY_S", 0.05)
     async with saying(b"", hangs=True) as hung, serving() as good:
         models = (model(hung, url_of(good), protocol="h1", silence_timeout=0.2),)
-        async with serving(no_engine, models=models) as front:
-            assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
-            assert [one.num_active for one in front.server._pools[0].upstreams] == [0, 0]
-            assert front.server._pools[0].num_retries == 1
+        async with fronting(*models) as front:
+            assert (await front.ask(SURFACES["chat"]())).status == 200
+            assert front.num_active == [0, 0]
+            assert front.pool.num_retries == 1
 
 
 async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
@@ -711,10 +694,10 @@ async def test_what_tells_nothing_is_bounded_and_nothing_follows_the_last_event(
     said: bytes, again: bytes, fields: dict[str, Any], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "LINGER_S", 0.05)
-    async with saying(said, again=again) as bad, serving(no_engine, models=(model(bad, protocol="h1"),)) as front:
-        answer = await ask(front.server, closing(SURFACES["chat"](max_tokens=None, **fields)))
+    async with before(said, speaks={"again": again}) as front:
+        answer = await front.ask(SURFACES["chat"](max_tokens=None, **fields))
         assert (end.encode() in answer.body, answer.body.count(b"data: [DONE]")) == (True, int(end == "[DONE]"))
-        (upstream,) = front.server._pools[0].upstreams
+        (upstream,) = front.pool.upstreams
         assert (upstream.num_active, upstream.num_failures) == (0, int(end != "[DONE]"))
 
 
@@ -727,8 +710,8 @@ async def test_usage_beside_the_last_choice_is_shown_once_to_those_who_ask(
 ) -> None:
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
     said = _HEAD + _chunk(delta={"content": "a"}) + b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(last)
-    async with saying(said) as url, serving(no_engine, models=(model(url, protocol="h1"),)) as front:
-        answer = await ask(front.server, closing(SURFACES["chat"](stream=True, stream_options=options)))
+    async with before(said) as front:
+        answer = await front.ask(SURFACES["chat"](stream=True, stream_options=options))
     told = [one["usage"] for one in answer.events if one != "[DONE]" and one.get("usage")]
     assert [one["completion_tokens"] for one in told] == counts
 
@@ -778,53 +761,17 @@ async def test_whatever_an_upstream_says_in_http2_its_request_ends(frames: list[
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with listening:
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        async with serving(no_engine, models=(model(url, protocol="h2"),)) as front:
-            answered = await ask(front.server, closing(SURFACES["chat"](stream=True)))
+        async with fronting(model(url, protocol="h2")) as front:
+            answered = await front.ask(SURFACES["chat"](stream=True))
             assert told
             assert b"upstream_error" in answered.body
-            assert front.server._pools[0].upstreams[0].num_active == 0
+            assert front.pool.upstreams[0].num_active == 0
 
 
 # Pools: which upstream answers when one does not.
 
 _LOADING = b"HTTP/1.1 503 No\r\ncontent-length: 2\r\nretry-after: 7\r\n\r\n{}"
 _BROKEN = b"HTTP/1.1 500 No\r\ncontent-length: 2\r\n\r\n{}"
-_WELL = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
-
-
-@asynccontextmanager
-async def saying(said: bytes | None, ends: bool = False, hangs: bool = False, again: bytes = b"") -> AsyncIterator[str]:
-    """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked.
-
-    Args:
-        ends: it closes the connection then.
-        hangs: it does neither, whatever it says, and is not well any more.
-        again: what it says then, without end.
-    """
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
-                has_hung[0] |= hangs and not head.startswith(b"GET")
-                if head.startswith(b"GET") and said is None:
-                    listening.close()
-                if head.startswith(b"GET"):
-                    writer.write(b"" if has_hung[0] else _WELL)
-                else:
-                    writer.write(said or b"")
-                while again and not head.startswith(b"GET"):
-                    writer.write(again * 100)
-                    await writer.drain()
-                if (ends or not (said or hangs)) and not head.startswith(b"GET"):
-                    break
-        writer.close()
-
-    has_hung = [False]
-    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    finally:
-        listening.close()
 
 
 @pytest.mark.parametrize(
@@ -842,24 +789,24 @@ async def saying(said: bytes | None, ends: bool = False, hangs: bool = False, ag
 async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | None, budget: float, status: int) -> None:
     async with saying(said) as bad, serving() as good:
         settings = model(bad, url_of(good), protocol="h1")
-        async with serving(no_engine, models=(settings,)) as front:
-            pool = front.server._pools[0]
+        async with fronting(settings) as front:
+            pool = front.pool
             pool._retries = budget
-            answer = await ask(front.server, closing(SURFACES["chat"](stream=True)))
+            answer = await front.ask(SURFACES["chat"](stream=True))
             assert answer.status == status
-            assert [one.num_active for one in pool.upstreams] == [0, 0]
+            assert front.num_active == [0, 0]
             assert pool.upstreams[1].num_requests == (status == 200)
-            page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
+            page = (await front.ask(request("GET", "/metrics"))).body.decode()
             assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
             assert f'upstream="big {bad}"}} 1' in page
 
 
 @pytest.mark.parametrize(("said", "status"), [(None, 502), (b"", 502), (_LOADING, 503)])
 async def test_a_count_that_fails_is_refused_and_leaves_nothing(said: bytes | None, status: int) -> None:
-    async with saying(said) as url, serving(no_engine, models=(model(url, trusted=True, protocol="h1"),)) as front:
-        answer = await ask(front.server, closing(request("POST", "/tokenize", {"model": ASKED, "prompt": "step"})))
+    async with before(said, trusted=True) as front:
+        answer = await front.ask(request("POST", "/tokenize", {"model": ASKED, "prompt": "step"}))
         assert answer.status == status
-        assert front.server._pools[0].upstreams[0].num_active == 0
+        assert front.pool.upstreams[0].num_active == 0
 
 
 @pytest.mark.parametrize(
@@ -876,10 +823,10 @@ async def test_what_an_upstream_refuses_leaves_no_row(
     said: bytes | str, status: int, num_rows: int, tmp_path: Path
 ) -> None:
     async with saying(said if isinstance(said, bytes) else b"") as bad:
-        settings = model(bad if isinstance(said, bytes) else said, protocol="h1")
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+        entry = model(bad if isinstance(said, bytes) else said, protocol="h1")
+        async with fronting(entry, ledger=tmp_path / "ledger.db") as front:
             for stream in (False, True):
-                assert (await ask(front.server, closing(SURFACES["chat"](stream=stream)))).status == status
+                assert (await front.ask(SURFACES["chat"](stream=stream))).status == status
     states = [one.state for one in rows(tmp_path / "ledger.db")]
     assert states == [RowState.SETTLED] * 2 * num_rows
 
@@ -904,22 +851,22 @@ async def test_fallbacks_answer_before_the_first_byte_and_a_header_tells(
             model("unix:/nowhere", name="nobody"),
             model(url_of(good), name="other", trusted=True),
         )
-        async with serving(no_engine, models=models) as front:
+        async with fronting(*models) as front:
             for stream in (False, True):
-                answer = await ask(front.server, closing(SURFACES["chat"](stream=stream)))
+                answer = await front.ask(SURFACES["chat"](stream=stream))
                 assert answer.status == status
                 told = answer.headers.get("steploop-fallback")
                 assert told == by
                 if status == 200:
                     assert b'"model":"big"' in answer.body
-            assert [one.num_active for pool in front.server._pools for one in pool.upstreams] == [0, 0, 0]
+            assert front.num_active == [0, 0, 0]
 
 
 async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() -> None:
     async with saying(_BROKEN) as bad, serving() as good:
         for urls, num_failed in (((bad, url_of(good)), 5), ((bad,), 13)):
-            async with serving(no_engine, models=(model(*urls, protocol="h1"),)) as front:
-                told = [(await ask(front.server, closing(SURFACES["chat"]()))).status for _ in range(13)]
+            async with fronting(model(*urls, protocol="h1")) as front:
+                told = [(await front.ask(SURFACES["chat"]())).status for _ in range(13)]
                 assert told.count(502) == num_failed
                 assert set(told[-3:]) == ({200} if num_failed == 5 else {502})
 
@@ -944,17 +891,14 @@ async def test_of_a_whole_answer_that_fails_no_more_is_billed_than_was_asked_for
     is_cut: bool, body: bytes, num_tokens: int, max_tokens: int | None, tmp_path: Path
 ) -> None:
     said = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-    async with saying(said % (len(body) + is_cut) + body, ends=True) as bad:
-        settings = model(bad, protocol="h1", max_model_len=9)
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            answer = await ask(front.server, closing(SURFACES["chat"](max_tokens=max_tokens, n=2)))
-            assert answer.status == 502
-            lines: list[Any] = []
-            while not lines:  # its settlement is on its way to the file
-                lines = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
-            (line,) = lines
-            assert line["completion_tokens"] == min(num_tokens, 2 * (max_tokens or 9))
-            assert bool(line["prompt_tokens"]) == bool(num_tokens)
+    async with before(
+        said % (len(body) + is_cut) + body, speaks={"ends": True}, ledger=tmp_path / "ledger.db", max_model_len=9
+    ) as front:
+        answer = await front.ask(SURFACES["chat"](max_tokens=max_tokens, n=2))
+        assert answer.status == 502
+        line = await front.usage()
+        assert line["completion_tokens"] == min(num_tokens, 2 * (max_tokens or 9))
+        assert bool(line["prompt_tokens"]) == bool(num_tokens)
 
 
 async def test_requests_beyond_max_requests_wait_here_and_go_out_in_turn() -> None:
@@ -983,7 +927,7 @@ async def test_a_reload_takes_other_upstreams_and_streams_under_way_go_on(tmp_pa
     async with (
         serving() as a,
         serving() as b,
-        serving(no_engine, models=(entry(a), model(url_of(a), name="old"))) as front,
+        fronting(entry(a), model(url_of(a), name="old")) as front,
     ):
         server = front.server
 
@@ -1031,10 +975,10 @@ async def test_regions_are_tried_in_order_and_weights_share() -> None:
         weights = (UpstreamSettings(url=url_of(near), weight=3), UpstreamSettings(url=url_of(far), weight=1))
         regions = (UpstreamSettings(url=url_of(near), region="eu"), UpstreamSettings(url=url_of(far), region="us"))
         for upstreams, expected in ((weights, [6, 2]), (regions, [8, 0])):
-            async with serving(no_engine, models=(model(upstreams=upstreams),)) as front:
-                pool = front.server._pools[0]
+            async with fronting(model(upstreams=upstreams)) as front:
+                pool = front.pool
                 slots = [pool.take_slot(LeadingBlocks(1), 0, "t") for _ in range(8)]
-                assert [one.num_active for one in pool.upstreams] == expected
+                assert front.num_active == expected
                 for slot in slots:
                     slot.leave()
                 assert [(one.num_active, one.num_waiting_tokens) for one in pool.upstreams] == [(0, 0)] * 2
@@ -1047,8 +991,8 @@ async def test_a_tenant_stays_with_a_version_while_it_is_up(caplog: pytest.LogCa
             UpstreamSettings(url=url_of(one), version=name, weight=weight) for name, (one, weight) in versions.items()
         )
         upstreams += (UpstreamSettings(url=url_of(newer), version="2", weight=1),)
-        async with serving(no_engine, models=(model(upstreams=upstreams, max_requests=100),)) as front:
-            pool, now_s = front.server._pools[0], asyncio.get_running_loop().time()
+        async with fronting(model(upstreams=upstreams, max_requests=100)) as front:
+            pool, now_s = front.pool, asyncio.get_running_loop().time()
             of = {f"t{i}": pool.version_of(f"t{i}", now_s) for i in range(400)}
             assert 200 < sum(one == "1" for one in of.values()) < 280  # 3 of 5
             slots = [(tenant, pool.take_slot(LeadingBlocks(1), 0, tenant)) for tenant in ("t0", "t1", "t2", "t3") * 9]
@@ -1068,8 +1012,8 @@ async def test_a_tenant_stays_with_a_version_while_it_is_up(caplog: pytest.LogCa
             pool.upstreams[0].is_healthy, pool.upstreams[1].is_healthy = True, False
             assert {tenant: pool.version_of(tenant, now_s) for tenant in of} == of  # one of its two is still up
             with caplog.at_level("INFO", "server.access"):
-                assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
-                page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
+                assert (await front.ask(SURFACES["chat"]())).status == 200
+                page = (await front.ask(request("GET", "/metrics"))).body.decode()
             (line,) = (one for one in caplog.messages if "upstream=" in one)
             version = line.split("#")[1].split(" ")[0]
             assert version in ("1", "2")
@@ -1123,10 +1067,9 @@ async def test_an_answer_is_freed_without_the_garbage_collector(stream: bool, mo
 
 async def test_names_and_ids_are_ours_and_what_calls_hold_is_not_touched() -> None:
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"model": "theirs", "id": "m1"}}
-    body = orjson.dumps({"content": [call], "model": "theirs.gguf", "id": "m1", "stop_reason": "tool_use"})
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
-    async with saying(head + body) as url, serving(no_engine, models=(model(url, upstream_model=None),)) as front:
-        answer = await ask(front.server, closing(SURFACES["messages"]()))
+    said = whole({"content": [call], "model": "theirs.gguf", "id": "m1", "stop_reason": "tool_use"})
+    async with before(said, upstream_model=None) as front:
+        answer = await front.ask(SURFACES["messages"]())
         assert (answer.json["model"], answer.json["content"]) == (ASKED, [call])
         assert answer.json["id"] == "msg_" + answer.headers["x-request-id"]
 
@@ -1139,84 +1082,65 @@ async def test_messages_of_another_server_are_counted_from_their_first_and_last_
         {"type": "message_stop"},
     ]
     body = b"".join(b"event: %b\ndata: %b\n\n" % (one["type"].encode(), orjson.dumps(one)) for one in events)
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(body)
-    async with saying(head + body) as url:
-        settings = model(url, protocol="h1")
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            answer = await ask(front.server, closing(SURFACES["messages"](stream=True)))
-            assert [one["type"] for one in answer.events] == [one["type"] for one in events]
-            usage = await ask(front.server, closing(request("GET", "/v1/usage?by=model")))
-            (line,) = usage.json["data"]
-            counts = (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"])
-            assert counts == (42, 2, 7)
+    async with before(whole(body), ledger=tmp_path / "ledger.db") as front:
+        answer = await front.ask(SURFACES["messages"](stream=True))
+        assert [one["type"] for one in answer.events] == [one["type"] for one in events]
+    (row,) = rows(tmp_path / "ledger.db")
+    assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (42, 2, 7)
+
+
+_LONG = {"prompt": "x" * 300}
+_FOUR = {"prompt": ["x" * 300] * 4}
 
 
 @pytest.mark.parametrize(
-    ("fields", "of_model", "told", "billed"),
+    ("fields", "of_model", "words", "told", "billed"),
     [
-        ({"max_tokens": 5}, {}, (20, 5), (20, 5)),
-        ({"max_tokens": 5, "n": 2}, {}, (20, 900), (20, 10)),
-        ({"max_tokens": 5, "best_of": 3}, {}, (20, 900), (20, 15)),
-        ({"max_tokens": None}, {"max_model_len": 9}, (20, 900), (9, 9)),
-        ({"max_tokens": None}, {}, (10**9, 10**9), (16_505, 16_503)),  # what was sent and received, and 16,384
-        ({"max_tokens": 5}, {"trusted": True}, (20, 900), (20, 900)),
+        ({"max_tokens": 5}, {}, 1, (20, 5), (20, 5)),
+        ({"max_tokens": 5, "n": 2}, {}, 1, (20, 900), (20, 10)),
+        ({"max_tokens": 5, "best_of": 3}, {}, 1, (20, 900), (20, 15)),
+        ({"max_tokens": None}, {"max_model_len": 9}, 1, (20, 900), (9, 9)),
+        ({"max_tokens": None}, {}, 1, (10**9, 10**9), (16_481, 16_492)),  # what was sent and received, and 16,384
+        ({"max_tokens": 5}, {"trusted": True}, 1, (20, 900), (20, 900)),
+        # Of several answers, no less than has come
+        (_FOUR | {"max_tokens": 30}, {}, 24, (100, 30), (400, 120)),  # as llama-server tells
+        (_FOUR | {"max_tokens": 100}, {}, 24, (100, 30), (400, 160)),
+        (_FOUR | {"max_tokens": 30}, {}, 24, (300, 90), (300, 90)),
+        (_FOUR | {"max_tokens": 30, "echo": True}, {}, 24, (300, 3), (300, 3)),
+        (_LONG | {"n": 4, "max_tokens": 30}, {}, 24, (90, 30), (90, 120)),
+        (_LONG | {"max_tokens": 30}, {}, 24, (90, 3), (90, 3)),
+        (_LONG | {"n": 4, "stream": True, "max_tokens": 30}, {}, 24, (90, 24), (90, 96)),
+        (_LONG | {"n": 4, "stream": True, "max_tokens": 100}, {}, 24, (90, 100), (90, 100)),
+        (_LONG | {"n": 4, "max_tokens": 30}, {}, 0, (90, 0), (90, 0)),
     ],
 )
 async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
-    fields: dict[str, Any], of_model: dict[str, Any], told: tuple[int, int], billed: tuple[int, int], tmp_path: Path
+    fields: dict[str, Any],
+    of_model: dict[str, Any],
+    words: int,
+    told: tuple[int, int],
+    billed: tuple[int, int],
+    tmp_path: Path,
 ) -> None:
-    choices = [{"index": i, "message": {"content": "a"}} for i in range(fields.get("n", 1))]
-    body = orjson.dumps({"choices": choices, "usage": {"prompt_tokens": told[0], "completion_tokens": told[1]}})
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
-    async with saying(head + body) as url:
-        settings = model(url, protocol="h1", upstream_model=None, **of_model)
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            assert (await ask(front.server, closing(SURFACES["chat"](**fields)))).status == 200
-            (line,) = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
-            assert (line["prompt_tokens"], line["completion_tokens"]) == billed
-
-
-@pytest.mark.parametrize(
-    ("fields", "words", "told", "billed"),
-    [
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (100, 30), (400, 120)),  # as llama-server tells
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 100}, 24, (100, 30), (400, 160)),
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 30}, 24, (300, 90), (300, 90)),
-        ({"prompt": ["x" * 300] * 4, "max_tokens": 30, "echo": True}, 24, (300, 3), (300, 3)),
-        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 24, (90, 30), (90, 120)),
-        ({"prompt": "x" * 300, "max_tokens": 30}, 24, (90, 3), (90, 3)),
-        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 30}, 24, (90, 24), (90, 96)),
-        ({"prompt": "x" * 300, "n": 4, "stream": True, "max_tokens": 100}, 24, (90, 100), (90, 100)),
-        ({"prompt": "x" * 300, "n": 4, "max_tokens": 30}, 0, (90, 0), (90, 0)),
-    ],
-)
-async def test_of_several_answers_no_less_is_billed_than_has_come(
-    fields: dict[str, Any], words: int, told: tuple[int, int], billed: tuple[int, int], tmp_path: Path
-) -> None:
-    num = fields.get("n", 1) * (len(fields["prompt"]) if isinstance(fields["prompt"], list) else 1)
+    num = fields.get("n", 1) * (4 if fields.get("prompt") == _FOUR["prompt"] else 1)
     usage = {"prompt_tokens": told[0], "completion_tokens": told[1]}
-    body = orjson.dumps({"choices": [{"index": i, "text": "word " * words} for i in range(num)], "usage": usage})
+    said = whole({"choices": [{"index": i, "text": "word " * words} for i in range(num)], "usage": usage})
     if fields.get("stream"):
         events = [_chunk(index=i, text="word ") for i in range(num)] * words
-        ends = [_chunk(index=i, text="", finish_reason="stop") for i in range(num)]
-        body = b"".join(
-            [*events, *ends, b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage})]
-        )
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
-    async with saying(head + body) as url:
-        settings = model(url, protocol="h1", upstream_model=None)
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            assert (await ask(front.server, closing(SURFACES["completions"](**fields)))).status == 200
+        events += [_chunk(index=i, text="", finish_reason="stop") for i in range(num)]
+        said = whole(b"".join(events) + b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage}))
+    async with before(said, ledger=tmp_path / "ledger.db", upstream_model=None, **of_model) as front:
+        assert (await front.ask(SURFACES["completions"](**fields))).status == 200
     (row,) = rows(tmp_path / "ledger.db")
     assert (row.prompt_tokens, row.completion_tokens) == billed
 
 
 async def test_a_stream_of_counts_alone_that_fails_is_not_billed(tmp_path: Path) -> None:
     usage = orjson.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
-    async with saying(_HEAD + b"data: %b\n\ndata: {nonsense}\n\n" % usage, ends=True) as url:
-        settings = model(url, protocol="h1")
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            assert (await ask(front.server, closing(SURFACES["chat"](stream=True)))).status == 502
+    async with before(
+        _HEAD + b"data: %b\n\ndata: {nonsense}\n\n" % usage, speaks={"ends": True}, ledger=tmp_path / "ledger.db"
+    ) as front:
+        assert (await front.ask(SURFACES["chat"](stream=True))).status == 502
     (row,) = rows(tmp_path / "ledger.db")
     assert (row.prompt_tokens, row.completion_tokens) == (0, 0)
 
@@ -1249,11 +1173,9 @@ async def test_usage_that_cannot_be_is_estimated_and_shown_to_nobody(
         told["chat"]["choices"] = [{"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}]
     pieces = (json.dumps(told[one]).encode() if isinstance(one, str) else one for one in events)
     body = b"".join(b"data: %b\n\n" % one if is_stream and not one.startswith(b"data") else one for one in pieces)
-    async with saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
-        settings = model(url, protocol="h1")
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            fields = (STREAM if surface == "chat" else {"stream": True}) if is_stream else {}
-            answer = await ask(front.server, closing(SURFACES[surface](**fields)))
+    async with before(whole(body), ledger=tmp_path / "ledger.db") as front:
+        fields = (STREAM if surface == "chat" else {"stream": True}) if is_stream else {}
+        answer = await front.ask(SURFACES[surface](**fields))
     assert answer.status == 200
     shown = [
         one.get("usage") or one.get("message", {}).get("usage")
@@ -1326,11 +1248,13 @@ def test_what_waits_for_the_end_is_bounded() -> None:
 
 async def test_all_inputs_of_anothers_embeddings_are_billed(tmp_path: Path) -> None:
     body = b'{"object":"list","data":[],"usage":{"prompt_tokens":40,"total_tokens":40}}'
-    async with saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
-        settings = model(url, protocol="h1", max_model_len=9)
-        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            asked = {"model": ASKED, "input": ["step"] * 9}
-            assert (await ask(front.server, closing(request("POST", "/v1/embeddings", asked)))).status == 200
+    async with before(
+        whole(body),
+        ledger=tmp_path / "ledger.db",
+        max_model_len=9,
+    ) as front:
+        asked = {"model": ASKED, "input": ["step"] * 9}
+        assert (await front.ask(request("POST", "/v1/embeddings", asked))).status == 200
     assert [row.prompt_tokens for row in rows(tmp_path / "ledger.db")] == [40]
 
 

@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -122,6 +123,26 @@ def test_limits_are_changed_at_once_and_stay_when_keys_change(keys_file: Path) -
         ):
             refused = ask(server, admin, "PATCH", f"/admin/tenants/{name}", body)
             assert refused.status == expected[0], refused.body
+
+
+def test_tenants_are_listed_by_pages_and_found_by_a_part_of_the_name(keys_file: Path) -> None:
+    names = [f"{one}-{i}" for i in range(60) for one in ("Blue", "green")]
+    admin = admin_of(keys_file)
+    with serving(tenants=(ACME, OTHER, *(Tenant(name=one) for one in names)), keys_file=keys_file) as server:
+
+        def page(**query: Any) -> tuple[list[str], bool]:
+            answer = ask(server, admin, "GET", f"/admin/tenants?{urlencode(query)}")
+            assert answer.status == 200, answer.body
+            return [one["name"] for one in answer.json["data"]], answer.json["has_more"]
+
+        first, has_more = page()
+        assert (first, has_more) == ([ACME.name, OTHER.name, *names[:98]], True)
+        assert page(after=first[-1]) == (names[98:], False)
+        assert page(limit=1000) == (first + names[98:], False)
+        assert page(find="BLUE-1", limit=3) == (["Blue-1", "Blue-10", "Blue-11"], True)
+        assert page(find="BLUE-1", limit=3, after="Blue-17") == (["Blue-18", "Blue-19"], False)
+        for query in ("limit=0", "limit=1001", "limit=x", "after=nobody"):
+            assert ask(server, admin, "GET", f"/admin/tenants?{query}").status == 400
 
 
 @pytest.mark.parametrize("is_keys", [False, True])

@@ -5,7 +5,7 @@ import random
 import re
 import sqlite3
 from contextlib import closing
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +293,9 @@ def test_a_held_answer_may_spell_marks() -> None:
 
 PICK = [{"type": "function", "function": {"name": "pick", "parameters": SCHEMA, "strict": True}}, *TOOLS]
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+PREAMBLE = f"{THOUGHT}<|channel|>commentary<|message|>Now.<|end|><|start|>assistant"
 TO_PICK = " to=functions.pick<|channel|>commentary json<|message|>"
+WHOLE = '{"id": 7, "kind": "a"}'
 
 
 def check_calls(found: dict[str, Any]) -> None:
@@ -326,6 +328,39 @@ def test_channels_are_held(fields: dict[str, Any], budget: int | None) -> None:
                     check_valid(found["text"])
             if budget is not None and found["thought"]:
                 assert len(ids_of(found["thought"])) <= max(budget, 1)
+
+
+@pytest.mark.parametrize(
+    ("lead", "fields", "expected"),
+    [
+        ("", {}, ("tool_calls", WHOLE, None)),
+        ("", {"stop": ["d"]}, ("stop", '{"i', "d")),
+        ("", {"stop": ["}"]}, ("stop", WHOLE[:-1], "}")),
+        ("", {"stop": ["pick", "json", "comm"]}, ("tool_calls", WHOLE, None)),
+        (THOUGHT, {"stop": ["hm", "assistant", "functions"]}, ("tool_calls", WHOLE, None)),
+        (THOUGHT, {"stop": ["7"]}, ("stop", '{"id": ', "7")),
+        (PREAMBLE, {"stop": ["functions", "assistant", "json", "<|start|>"]}, ("tool_calls", WHOLE, None)),
+        (PREAMBLE, {"stop": [": "]}, ("stop", '{"id"', ": ")),
+        ("", {"stop": ["f", "="], "max_tokens": 12}, ("length", None, None)),
+        (THOUGHT, {"stop": ["f", "="], "max_tokens": 40}, ("length", None, None)),
+        (PREAMBLE, {"stop": ["f", "="], "max_tokens": 65}, ("length", None, None)),
+    ],
+)
+def test_a_call_in_channels_that_is_cut_says_so(
+    lead: str, fields: dict[str, Any], expected: tuple[str, str | None, str | None]
+) -> None:
+    """And a stop string is none in a message's header, which no client sees."""
+    choices = ["auto"] if lead == PREAMBLE else ["auto", "required"]  # a required call has no preamble
+    with thinking("harmony") as server:
+        for choice, more in product(choices, ({}, STREAM)):
+            asked = ask_for(tools=PICK, tool_choice=choice, **fields, **more)
+            answer = server.ask(asked, [*ids_of(lead + TO_PICK + WHOLE), *ids_of("<|call|>")])
+            found = message_of(answer)
+            assert found["calls"] == ([] if expected[1] is None else [{"name": "pick", "arguments": expected[1]}])
+            events = [one for one in answer.events if isinstance(one, dict)] if more else [answer.json]
+            ended = [one for event in events for one in event["choices"] if one["finish_reason"]]
+            assert [(one["finish_reason"], one["stop_reason"]) for one in ended] == [(expected[0], expected[2])]
+            assert found["text"] == ("Now." if lead == PREAMBLE else "")
 
 
 def test_an_answer_in_channels_that_goes_on_with_a_message_has_no_call() -> None:

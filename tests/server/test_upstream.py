@@ -16,7 +16,7 @@ from server.upstream import pool
 from server.upstream.connection import BYTES_A_TURN, Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import OUR_RESETS, Http2
-from server.upstream.pool import Pool
+from server.upstream.pool import Access, Pool
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import FieldEncoder
@@ -166,7 +166,7 @@ def test_the_log_tells_once_why_upstreams_are_out_and_each_ten_seconds_that_none
 
 def test_an_idle_upstream_that_hangs_is_out_after_as_many_seconds_as_probes() -> None:
     loop = VirtualTimeLoop()
-    day = Pool(ModelSettings(name="m", upstreams=(UpstreamSettings(url="http://h:1"),), protocol="h2"), loop)
+    day = Pool(ModelSettings(name="m", upstreams=(UpstreamSettings(url="http://h:1"),), protocol="h2"), loop, Access())
     (upstream,) = day.upstreams
 
     async def wait_out() -> None:

@@ -63,6 +63,11 @@ def after(server: SimulatedServer, num_tokens: int) -> None:
     server.run_until(has_them)
 
 
+def say_three(server: SimulatedServer, num_prompt: int, max_tokens: int) -> None:
+    for first in (101, 102, 103):
+        server.send(say(num_prompt, max_tokens, first))
+
+
 # The incidents: each asks r1, and what else there was.
 
 
@@ -87,8 +92,7 @@ def outranked(server: SimulatedServer) -> None:
 
 
 def out_of_blocks(server: SimulatedServer) -> str:
-    for first in (101, 102, 103):
-        server.send(say(150, 200, first))
+    say_three(server, 150, 200)
     server.run_for(0.5)
     server.send(say(150, 60))
     return "r4"
@@ -143,8 +147,7 @@ def long_answer(server: SimulatedServer) -> None:
 
 
 def long_new_prompt_in_company(server: SimulatedServer) -> str:
-    for first in (101, 102, 103):
-        server.send(say(16, 250, first))
+    say_three(server, 16, 250)
     server.run_for(0.2)
     server.send(say(1200, 30))
     return "r4"

@@ -272,6 +272,7 @@ ONE, TWO = result(tool_call_id="a"), result(tool_call_id="b")
         ([calling((None, "f"), (None, "g")), result(), result()], [(None, "f"), (None, "g")]),
         ([calling((None, "f"), (None, "f"), (None, "g")), result(name="g"), result()], [(None, "g"), (None, "f")]),
         ([calling(("a", "f")), calling(("b", "g")), result(), ONE], [("b", "g"), ("a", "f")]),
+        ([calling(("", "f"), ("", "g")), result(tool_call_id=""), result()], [(None, "f"), (None, "g")]),  # as missing
     ],
 )
 def test_a_result_has_the_id_and_name_of_its_call(messages: Any, answered: list[tuple[str | None, str]]) -> None:
@@ -296,7 +297,14 @@ def test_a_result_has_the_id_and_name_of_its_call(messages: Any, answered: list[
 def test_a_result_of_no_call_or_of_any_of_several_is_refused(messages: Any, words: str) -> None:
     error = refused(messages=messages)
     place = next(i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "tool")
-    assert (error.param, words in error.message) == (f"messages[{place}].tool_call_id", True)
+    field = "name" if messages[place].get("name") == "g" else "tool_call_id"
+    assert (error.param, words in error.message) == (f"messages[{place}].{field}", True)
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+def test_calls_are_an_assistants(role: str) -> None:
+    error = refused(messages=[calling(("a", "f")), ONE | calling(("b", "f")) | {"role": role}])
+    assert (error.param, "an assistant's" in error.message) == ("messages[1].tool_calls", True)
 
 
 def test_functions_of_old_have_calls_of_old() -> None:
@@ -498,13 +506,30 @@ def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
     assert [(one["content"], one["name"]) for one in messages[2:]] == [("sunny", "get_weather"), ("noon", "now")]
 
 
-def test_a_stop_string_within_a_call_is_no_end_of_calls() -> None:
-    cut_off = CALLS[: CALLS.index("Köln")]
-    call = parsed(tools=[WEATHER], stop=["Köln"])
-    (choice,) = wire.whole(SURFACE, call, (0, say(cut_off, FinishReason.STOP)))["choices"]
+@pytest.mark.parametrize(
+    ("form", "cut_off"),
+    [
+        ("hermes", CALLS[: CALLS.index("Köln")]),
+        ("harmony", '<|channel|>commentary to=functions.get_weather<|message|>{"city": "'),
+        (
+            "harmony",
+            "<|channel|>commentary to=functions.now<|message|>{}<|end|><|start|>assistant to=functions.f<|message|>{",
+        ),
+    ],
+)
+def test_a_stop_string_within_a_call_is_no_end_of_calls(form: str, cut_off: str) -> None:
+    style = ToolStyle(form, False, 2)
+    last = msgspec.structs.replace(say(cut_off, FinishReason.STOP), stop_string="Köln")
+    (choice,) = wire.whole(SURFACE, parsed(style, tools=[WEATHER], stop=["Köln"]), (0, last))["choices"]
     assert choice["finish_reason"] == "stop"
-    events = read_events(streamed(parsed(tools=[WEATHER]), cut_off, 5))[:-1]
-    assert {event["choices"][0]["finish_reason"] for _, event in events} == {None, "stop"}
+    assert choice["message"]["tool_calls"]
+    if form == "harmony":
+        last = say(cut_off + '"}', FinishReason.STOP)
+        (choice,) = wire.whole(SURFACE, parsed(style, tools=[WEATHER]), (0, last))["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+    else:
+        events = read_events(streamed(parsed(tools=[WEATHER]), cut_off, 5))[:-1]
+        assert {event["choices"][0]["finish_reason"] for _, event in events} == {None, "stop"}
 
 
 def source_of(call: GenerationCall) -> str:
