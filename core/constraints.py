@@ -643,6 +643,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "pattern": (lambda value: isinstance(value, str), "a regular expression"),
     "nullable": (lambda value: isinstance(value, bool), "true or false"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(_SCHEMAS_BY_NAME, (lambda value: isinstance(value, dict), "an object of schemas")),
     **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
     **{
         least + what: (_is_whole, "a whole number, at least 0")
@@ -681,9 +682,9 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
     properties, required = schema.get("properties", {}), set(schema.get("required", ()))
-    if isinstance(properties, dict) and len(properties.keys() - required) > MAX_OPTIONAL:
+    if len(properties.keys() - required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
-    if isinstance(properties, dict) and _counts_optional(schema):
+    if _counts_optional(schema):
         known = {"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"}
         is_closed = schema.get("type") == "object" and schema.get("additionalProperties") is False
         num_subsets = 2 ** (len(properties) - len(required))
@@ -736,8 +737,6 @@ def keywords_of(schema: Any, path: str, depth: int = 0, param: str = "") -> Iter
         yield path, keyword, value
         at = f"{path}.{keyword}"
         if keyword in _SCHEMAS_BY_NAME:
-            if not isinstance(value, dict):
-                raise InvalidRequest(f"{at} must be an object of schemas.", param)
             for name, one in value.items():
                 yield from keywords_of(one, f"{at}.{name}", depth + 1, param)
         elif keyword in _SCHEMA_LISTS:
