@@ -142,6 +142,18 @@ def evicted_cache(server: SimulatedServer) -> str:
     return "r4"
 
 
+def grammar_that_takes_long_to_compile(server: SimulatedServer) -> None:
+    async def offload(work: Callable[[], Any]) -> Any:
+        is_done = server.loop.create_future()
+        server.loop.call_later(2.0, is_done.set_result, None)
+        await is_done
+        return work()
+
+    assert server.app.generations is not None
+    server.app.generations.offload_compiling = offload
+    server.send(say(20, 20, guided_regex="[a-z]{20}"))
+
+
 def long_answer(server: SimulatedServer) -> None:
     server.ask(say(20, 300))
 
@@ -170,6 +182,7 @@ INCIDENTS: dict[Callable[[SimulatedServer], str | None], tuple[Cause | None, Run
     reader_that_stops_beside_others: (Cause.SLOW_READER, LIMITS, ""),
     cleared_cache: (Cause.COLD_CACHE, LIMITS, ""),
     evicted_cache: (Cause.COLD_CACHE, FEW_BLOCKS, ""),
+    grammar_that_takes_long_to_compile: (Cause.GRAMMAR, LIMITS, ""),
     long_answer: (None, LIMITS, ""),
     long_new_prompt_in_company: (None, LIMITS, ""),
 }
