@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
 from typing import Any
 
 from core.config_fields import Family
@@ -653,7 +652,7 @@ def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str,
         found["laurel_rank"] = 0 if left is None else left.shape[0]
         if not isinstance(scales, list) or not all(isinstance(one, float) for one in scales):
             raise _bad(f"activation_sparsity_scale is {scales!r}")
-        return {**found, "activation_sparsity_pattern": [NormalDist().cdf(one) for one in scales]}
+        return {**found, "activation_sparsity_pattern": [(1 + math.erf(one / math.sqrt(2))) / 2 for one in scales]}
     widths, heads = fields["feed_forward_length"], fields.get("attention.head_count_kv")
     if isinstance(widths, list) and widths:
         found |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths[-1] != widths[0]}

@@ -7,113 +7,24 @@ sums over streams are written out, so that a token's bits do not depend on how m
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from core.config import LayerInputs, ModelConfig, StreamsConfig
 from gpu.blocks import BlockWeight
-
-if TYPE_CHECKING:
-    from gpu.linear import Embed, Linear
-    from gpu.operators import Operators
-    from gpu.parameters import Allocation
+from gpu.input_weights import InputsWeights, LayerInputWeights, OuterStreamsWeights, StreamsWeights
+from gpu.linear import Embed, Linear
+from gpu.operators import Operators
 
 LEAST_SQUARE = 1e-5  # of a stream's mean: transformers, modeling_gemma3n.py
 HALF = 2**-0.5
 
 
-@dataclass(slots=True)
-class LayerInputWeights:
-    """What a layer does with its own input: see LayerInputs."""
-
-    gate: Tensor  # [size, hidden]
-    output: Tensor  # [hidden, size]
-    norm: Tensor  # [hidden]
-
-
-@dataclass(slots=True)
-class StreamsWeights:
-    """A layer's: see StreamsConfig."""
-
-    norm: Tensor  # [hidden]
-    router: Tensor  # [count, hidden]
-    predict: Tensor  # [count * count, count]
-    correct: Tensor  # [count, count]
-    scale: Tensor  # [hidden]
-    low: Tensor  # [rank, hidden]
-    high: Tensor  # [hidden, rank]
-    residual_norm: Tensor  # [hidden]
-
-
-@dataclass(slots=True)
-class InputsWeights:
-    """What makes all layers' own inputs."""
-
-    embedding: Tensor | BlockWeight  # [LayerInputs.vocab_size, layers * size]
-    project: Tensor  # [layers * size, hidden]
-    norm: Tensor  # [size]
-
-
-@dataclass(slots=True)
-class OuterStreamsWeights:
-    """[hidden, hidden] for each stream but the active one: what makes it of an embedding, and what it is read by."""
-
-    spread: tuple[Tensor, ...]
-    joined: tuple[Tensor, ...]
-
-
-def inputs_of(layer_inputs: LayerInputs, found: "Allocation") -> LayerInputWeights:
-    """Allocate a layer's."""
-    hidden = found.config.hidden_size
-    return LayerInputWeights(
-        found.whole("per_layer_input_gate.weight", layer_inputs.size, hidden),
-        found.whole("per_layer_projection.weight", hidden, layer_inputs.size),
-        found.norm("post_per_layer_input_norm", hidden),
-    )
-
-
-def streams_of(streams: StreamsConfig, found: "Allocation") -> StreamsWeights:
-    """Allocate a layer's."""
-    hidden, num_streams = found.config.hidden_size, streams.count
-    return StreamsWeights(
-        found.norm("altup.router_norm", hidden),
-        found.whole("altup.modality_router.weight", num_streams, hidden),
-        found.whole("altup.prediction_coefs.weight", num_streams**2, num_streams),
-        found.whole("altup.correction_coefs.weight", num_streams, num_streams),
-        found.whole("altup.correct_output_scale", hidden),
-        found.whole("laurel.linear_left.weight", streams.rank, hidden),
-        found.whole("laurel.linear_right.weight", hidden, streams.rank),
-        found.norm("laurel.post_laurel_norm", hidden),
-    )
-
-
-def ends_of(
-    config: ModelConfig, named: Callable[..., Tensor]
-) -> tuple[InputsWeights | None, OuterStreamsWeights | None]:
-    """Allocate what is not a layer's. named(name, *shape): a tensor that "model.{name}.weight" fills."""
-    inputs = streams = None
-    if config.inputs is not None:
-        size, width = config.inputs.size, config.num_layers * config.inputs.size
-        inputs = InputsWeights(
-            named("embed_tokens_per_layer", config.inputs.vocab_size, width),
-            named("per_layer_model_projection", width, config.hidden_size),
-            named("per_layer_projection_norm", size),
-        )
-    if config.streams is not None:
-        shape, others = (config.hidden_size, config.hidden_size), range(config.streams.count - 1)
-        ends = ("altup_projections", "altup_unembed_projections")
-        streams = OuterStreamsWeights(*(tuple(named(f"{end}.{index}", *shape) for index in others) for end in ends))
-    return inputs, streams
-
-
 class MakeInputs:
     """Makes all layers' own inputs."""
 
-    def __init__(self, config: LayerInputs, weights: InputsWeights, operators: "Operators") -> None:
+    def __init__(self, config: LayerInputs, weights: InputsWeights, operators: Operators) -> None:
         embedding = weights.embedding
         self._operators, self._norm, self._config = operators, weights.norm, config
         self._embed: Embed = (
@@ -136,7 +47,7 @@ class MakeInputs:
 class LayerInput:
     """What a layer adds for its own input."""
 
-    def __init__(self, config: ModelConfig, weights: LayerInputWeights, operators: "Operators") -> None:
+    def __init__(self, config: ModelConfig, weights: LayerInputWeights, operators: Operators) -> None:
         self._gate, self._output = operators.linear(weights.gate, None), operators.linear(weights.output, None)
         self._gated, self._norm, self._operators = operators.gated(config.activation), weights.norm, operators
 
@@ -149,7 +60,7 @@ class LayerInput:
 class OuterStreams:
     """Streams before the first layer, and behind the last."""
 
-    def __init__(self, config: StreamsConfig, weights: OuterStreamsWeights, operators: "Operators") -> None:
+    def __init__(self, config: StreamsConfig, weights: OuterStreamsWeights, operators: Operators) -> None:
         self._active = config.active
         self._spread: list[Linear] = [operators.linear(weight, None) for weight in weights.spread]
         self._joined: list[Linear] = [operators.linear(weight, None) for weight in weights.joined]
@@ -175,7 +86,7 @@ def _as_long_as(like: Tensor, x: Tensor) -> Tensor:
 class LayerStreams:
     """What a layer does with the streams around attention and MLP."""
 
-    def __init__(self, config: StreamsConfig, weights: StreamsWeights, operators: "Operators") -> None:
+    def __init__(self, config: StreamsConfig, weights: StreamsWeights, operators: Operators) -> None:
         self._operators, self._norm, self._residual_norm = operators, weights.norm, weights.residual_norm
         self.active, self._is_scaled = config.active, config.is_scaled
         self._router, self._predict, self._correct, self._low, self._high = (

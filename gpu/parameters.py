@@ -14,7 +14,7 @@ from torch import Tensor
 from core.config import ExpertsConfig, LayerConfig, ModelConfig, RecurrentConfig
 from gpu.blocks import BlockWeight
 from gpu.device import own_huge_pages
-from gpu.layer_inputs import (
+from gpu.input_weights import (
     InputsWeights,
     LayerInputWeights,
     OuterStreamsWeights,

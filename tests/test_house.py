@@ -63,7 +63,7 @@ ROOMS = (
         "local_models",
     ),
     ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "switches", "request_routes", "routes"),
-    ("banner", "model_files", "supervision", "loaded_engine", "process"),
+    ("banner", "gguf_tokenizer", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )
 

@@ -16,10 +16,10 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from core import gguf_tokenizer
 from core.config_json import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.gguf import parse_gguf
+from server import gguf_tokenizer
 from server.model_files import parse_config, read_model_files
 from tests.core.small_tokenizers import TEXT, byte_level, sentencepiece
 from tests.gguf_files import byte_level_metadata, parsed, sentencepiece_metadata, write_gguf
