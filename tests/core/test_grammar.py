@@ -13,20 +13,18 @@ import numpy as np
 import orjson
 import pytest
 
+from core.client_grammars import MAX_GRAMMAR_BYTES, client_grammar, repeats
 from core.constraints import (
     FORMATS,
     MAX_CHOICES,
     MAX_DEPTH,
-    MAX_GRAMMAR_BYTES,
     MAX_SOURCE_BYTES,
     MAX_TOTAL_DEPTH,
     GrammarKind,
     GrammarSpec,
     choice,
-    client_grammar,
     json_schema,
     regex,
-    repeats,
 )
 from core.errors import InvalidRequest
 from core.grammar import MAX_DIGITS, Grammar, GrammarCompiler, NumberBounds, Vocabulary
