@@ -203,7 +203,7 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' is there twice"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type"),
         ({"tokenizer.ggml.eos_token_id": 10_000}, "eos_token_id is 10000"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type='longrope'"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4"),
         ({"llama.attention.causal": 0}, "attention.causal=0"),
         ({"llama.block_count": 2**31}, "block_count is 2147483648"),
