@@ -801,6 +801,17 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             assert f'upstream="big {bad}"}} 1' in page
 
 
+@pytest.mark.parametrize(("said", "asked"), [(_LOADING, 1), (b"", 2)])
+async def test_where_there_is_no_other_a_lost_connection_is_tried_again_and_a_refusal_is_not(
+    said: bytes, asked: int
+) -> None:
+    async with before(said) as front:
+        answer = await front.ask(SURFACES["chat"]())
+        assert answer.status == (503 if said else 502)
+        assert front.pool.upstreams[0].num_requests == asked
+        assert answer.json["error"]["message"].find("does not speak") == -1
+
+
 @pytest.mark.parametrize(("said", "status"), [(None, 502), (b"", 502), (_LOADING, 503)])
 async def test_a_count_that_fails_is_refused_and_leaves_nothing(said: bytes | None, status: int) -> None:
     async with before(said, trusted=True) as front:
