@@ -81,6 +81,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     trusted: bool = False  # they are our own, for this gateway alone, and get each tenant's cache salt
 
     def __post_init__(self) -> None:
+        for name in self.names:
+            _refuse_controls("name", name)
         if self.adapter_of is not None:
             if other := self._beside(("name", "path", "adapter_of")):
                 raise ValueError(f"{other} is not for adapters, which have a name, a path and adapter_of")
@@ -180,6 +182,7 @@ def keep_alive_setting(value: str | float) -> float:
 
 def check_url(url: str) -> None:
     """Raises ValueError, which says what an upstream's URL is."""
+    _refuse_controls("url", url)  # urlsplit drops some
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -192,6 +195,11 @@ def check_url(url: str) -> None:
         raise ValueError(f"the url {url!r} must be http://HOST:PORT, https://HOST:PORT or unix:/PATH")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ValueError(f"the url {url!r} must end before /v1: requests keep their paths")
+
+
+def _refuse_controls(what: str, text: str) -> None:
+    if not text.isprintable():
+        raise ValueError(f"the {what} {text!r} has control characters")
 
 
 def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:

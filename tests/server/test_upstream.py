@@ -51,6 +51,8 @@ LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
         (GOOD.replace("url", "uri"), "known: url, weight"),
         (GOOD + GOOD, "two models of the name 'a'"),
         (GOOD + 'aliases = ["a"]', "two models of the name 'a'"),
+        (GOOD + 'aliases = ["b\\nc"]', "control characters"),
+        (GOOD.replace("http://", "http://\\u0000"), "control characters"),
         (GOOD + 'protocol = "h3"', "protocol"),
         (GOOD + 'fallbacks = ["a"]', "no other of [[models]]"),
         (GOOD + 'fallbacks = ["b"]', "no other of [[models]]"),
