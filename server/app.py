@@ -44,7 +44,9 @@ from server.observing.accounting import (
     Accounting,
     TraceContext,
     continue_trace,
+    current_hops,
     current_trace,
+    hops_of,
     status_told,
 )
 from server.observing.live import Live
@@ -407,6 +409,7 @@ class App:
         current_request_id.set(exchange.request_id)
         current_trace_id.set(None if exchange.trace is None else exchange.trace.trace_id)
         current_trace.set(exchange.trace)
+        current_hops.set(hops_of(exchange.request))
         stream.common_headers = (*exchange.identity_headers, *self._cross_origin.headers(stream.request))
         error_code = None
         try:

@@ -32,7 +32,7 @@ from server.clock import RESOLUTION_S, DeadlineTimer
 from server.engine_client import NOT_YET, RequestHandle
 from server.gate.admission import Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
-from server.gate.tenants import Deadlines, OwnDeadlineExceeded
+from server.gate.tenants import Deadlines
 from server.gate.text_rules import rule_book
 from server.generations import Generations, GenerationView, weight_of
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Recording, replay
@@ -751,20 +751,8 @@ class Generation:
         elif name == "news":
             self._send_news(now_s)
         else:
-            self._fail_late(name)
-
-    def _fail_late(self, name: str) -> None:
-        limits = self._deadlines
-        what = {
-            "total_s": f"The answer was not complete after {limits.total_s:g} s",
-            "ttft_s": f"No token came within {limits.ttft_s:g} s",
-            "inter_token_s": f"The next token did not come within {limits.inter_token_s:g} s",
-        }[name]
-        message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
-        # A slow reader, or a caller that has emptied its quota, is late by its own fault
-        is_ours = name not in limits.asked and self._paused_since_s is None
-        error_type = OwnDeadlineExceeded if is_ours else ServiceError
-        self.fail(error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))
+            # A slow reader, or a caller that has emptied its quota, is late by its own fault
+            self.fail(self._deadlines.exceeded(name, is_callers_fault=self._paused_since_s is not None))
 
     def _sequences(self) -> Iterator[SequenceTimes]:
         return (sequence for handle in self._handles for sequence in handle.sequences)

@@ -14,19 +14,17 @@ of what is no answer. Where the upstreams are not our own, that bounds what they
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import LOWEST_CLASS, TOP_CLASS, Cost, FinishReason, SamplingParams, Usage
+from core.types import Cost, FinishReason, SamplingParams, Usage
 from server.api import ollama
 from server.api.decoding import convert, parse_object
-from server.api.fields import GenerationCall, MaxTokens, RequestLimits, TokenWishes
+from server.api.fields import GenerationCall, RequestLimits, TokenWishes
 from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
 from server.backend import CountTokens
@@ -35,27 +33,32 @@ from server.engine_client import NOT_YET, DeltaSink, LoopWork
 from server.gate.admission import Admission
 from server.gate.identity import Caller
 from server.gate.quota import NEVER
-from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
-from server.gate.text_rules import rule_book
-from server.observing.accounting import current_trace
+from server.gate.tenants import ANY_TIME, Deadlines, Tenant
+from server.observing.accounting import HOPS, current_hops, current_trace
 from server.observing.timing import Stage, StageMarks
 from server.relayed import (
-    BYTES_PER_TOKEN,
+    LOOP,
     MANY_TOKENS,
     PASSAGES,
+    Asked,
     Bounds,
     Part,
     Passage,
     RelayedDelta,
     RelayedSequence,
+    Salts,
     UpstreamAnswer,
+    address_to,
+    checked_prompt,
+    keep_alive_asked,
+    loop_error,
     passed,
     refusal_of,
+    salts_of,
 )
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
-from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -67,36 +70,8 @@ LINGER_S = 0.5  # after the last event, for the answer's end, whatever else come
 MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
 LEAST_PIECE_BYTES = 16  # of an answer, beyond MORE_EVENTS of them
 EMPTY_A_SECOND = 16  # of them that pass nothing on yet, where a request sets no bound: news of a queue are 10
+MAX_HOPS = 8  # of a request through gateways
 ASK_S = 60.0  # for an answer that no generation writes
-Salts = tuple[str | None, str | None]  # for upstreams of our own, which know no tenants; for others
-# As templates order them, and as /infill puts them before its prompt
-PROMPT_FIELDS = (
-    *("tools", "system", "instructions", "messages"),
-    *("input_extra", "input_prefix", "prompt", "input", "suffix", "input_suffix"),
-    *("query", "documents", "text_1", "text_2"),
-)
-
-
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gate must know of a body; the rest is the upstream's."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    best_of: int | None = None
-    beam_width: int | None = None
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
-    max_output_tokens: MaxTokens | None = None
-    priority: Annotated[int, msgspec.Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
-    deadlines: DeadlineTable | None = None
-    cache_salt: str | None = None
-    resumable: bool | None = None
-    timings: dict[str, Any] | bool | None = None
-    options: dict[str, Any] | None = None
-    keep_alive: str | float | None = None
-    response_fields: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +109,7 @@ class RelayDemand:
     share: int
     priority: int
     deadline_s: float | None
+    deadlines: Deadlines  # its tenant's, and its own
 
     @property
     def counts_late(self) -> bool:
@@ -205,7 +181,7 @@ class Relay:
         """
         marks.enter(Stage.VALIDATE)
         fields = parse_object(body)
-        asked = convert(fields, _Asked, {})
+        asked = convert(fields, Asked, {})
         passage, settings = PASSAGES.get(surface), self.pool.settings
         if passage is None or (passage.is_parts and not settings.trusted):
             paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_parts)
@@ -215,7 +191,7 @@ class Relay:
         if is_lines and all(fields.get(name) in (None, "", []) for name in needed):
             name = (asked.model or settings.name).removesuffix(ollama.LATEST)
             raise ollama.NothingAsked(name, is_chat, asked.keep_alive)
-        texts, num_tokens = _checked_prompt(fields, tenant)
+        texts, num_tokens = checked_prompt(fields, tenant)
         call, num_prompts, num_computed = self._call(asked, fields, passage, tenant)
         shown_fields = fields.pop("response_fields", None) if passage.form == "parts" and not call.is_stream else None
         if call.is_stream and passage.form == "chunks":
@@ -225,8 +201,8 @@ class Relay:
         if asked.priority is not None:
             fields["priority"] = tenant.priority_of(asked.priority)
         fields.pop("resumable", None)  # this server keeps the stream
-        salts = _salts_of(tenant, asked.cache_salt)
-        _address_to(settings, fields, salts)
+        salts = salts_of(tenant, asked.cache_salt)
+        address_to(settings, fields, salts)
         marks.enter(Stage.OFFLOAD)
         domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
         if asked.model in settings.adapters:
@@ -254,7 +230,7 @@ class Relay:
             return None
 
     def _call(
-        self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant
+        self, asked: Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant
     ) -> tuple[GenerationCall, int, int]:
         """And how many prompts it has, and how many answers are computed."""
         prompt, num_prompts = fields.get("prompt"), 1
@@ -292,7 +268,8 @@ class Relay:
 
     def requests_of(self, prepared: Passed, request_id: str, arrived_s: float, caller: Caller) -> list[RelayDemand]:
         call, tenant = prepared.call, caller.tenant
-        asked_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
+        deadlines = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines)
+        _hops_on()
         return [
             RelayDemand(
                 request_id=request_id,
@@ -303,7 +280,8 @@ class Relay:
                 tenant=caller.sharing_name,
                 share=tenant.share,
                 priority=caller.priority_of(call.priority),
-                deadline_s=arrived_s + asked_s if asked_s < float("inf") else None,
+                deadline_s=arrived_s + deadlines.ttft_s if deadlines.ttft_s < float("inf") else None,
+                deadlines=deadlines,
             )
         ]
 
@@ -343,13 +321,14 @@ class Relay:
             fields = parse_object(body)
             asked = str(fields.get("model") or pool.settings.name)
             names = pool.settings.name_there(asked), asked
-            _address_to(pool.settings, fields, _salts_of(tenant, fields.get("cache_salt")))
+            address_to(pool.settings, fields, salts_of(tenant, fields.get("cache_salt")))
             body = sse.json_line(fields)
+        hops = _hops_on()
         slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
         try:
             upstream = await slot.granted
             async with asyncio.timeout(ASK_S):
-                head, answer = await pool.ask(upstream, path, MAX_DOCUMENT_BYTES, body)
+                head, answer = await pool.ask(upstream, path, MAX_DOCUMENT_BYTES, body, (hops,))
         except UpstreamFault as fault:
             raise pool.error_of(fault) from fault
         except TimeoutError as error:
@@ -357,61 +336,16 @@ class Relay:
         finally:
             slot.leave()
         if head.status != 200:
-            raise refusal_of(head.status, answer, head, names)
+            raise refusal_of(head.status, answer, head, names, is_trusted=True)
         return answer
 
 
-def _checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], int]:
-    """A body's texts, held to the tenant's rules, and how many tokens are reserved for them."""
-    rules = rule_book(tenant.text_rules)
-    if rules.on_answer:
-        message = (
-            "Text rules of your tenant hold for answers, which this model's server cannot be held to."
-            " Use a model of this server itself, or ask the operator."
-        )
-        raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
-    all_texts, num_ids = list[str](), 0
-    for name in PROMPT_FIELDS:
-        if name not in fields:
-            continue
-        leaves = list(_leaves(fields[name]))
-        texts = [one for one in leaves if isinstance(one, str)]
-        num_ids += len(leaves) - len(texts)
-        rules.check_prompt(texts, name)
-        all_texts += texts
-    num_bytes = sum(len(one.encode("utf-8", "replace")) for one in all_texts if not one.startswith("data:"))
-    return all_texts, max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
-
-
-def _salts_of(tenant: Tenant, asked: Any) -> Salts:
-    if tenant.name == LOCAL_NAME:
-        return asked, asked
-    return sha256(f"{tenant.cache_salt_domain}\0{asked or ''}".encode("utf-8", "replace")).hexdigest(), asked
-
-
-def keep_alive_asked(value: str | float | None) -> float | None:
-    """Seconds. Raises InvalidRequest."""
-    try:
-        return None if value is None else keep_alive_of(value)
-    except ValueError as error:
-        raise InvalidRequest(f"{error}.", "keep_alive") from error
-
-
-def _address_to(settings: ModelSettings, fields: dict[str, Any], salts: Salts) -> None:
-    """What an upstream of these settings gets in place of what the client has sent."""
-    fields["model"] = settings.name_there(fields.get("model"))
-    fields.pop("cache_salt", None)
-    if (salt := salts[0 if settings.trusted else 1]) is not None:
-        fields["cache_salt"] = salt
-
-
-def _leaves(value: Any) -> Iterator[str | int]:
-    """The texts and numbers in JSON. Its depth is bounded by the parser."""
-    if isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(one)
-    elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-        yield value
+def _hops_on() -> tuple[bytes, bytes]:
+    """The field that tells the next server how many gateways the request has come through. Raises ServiceError."""
+    if (num := current_hops.get() + 1) > MAX_HOPS:
+        logger.error("a request has come through %d gateways: an upstream leads back here", MAX_HOPS)
+        raise loop_error()
+    return HOPS, b"%d" % num
 
 
 # On its way.
@@ -459,8 +393,12 @@ class RelayHandle:
         self._task: asyncio.Task[None] | None = None
         self._exchange: Exchange | None = None
         self._fallbacks = list(relay.fallbacks)
-        self._trace = current_trace.get()
+        self._trace, self._hops = current_trace.get(), _hops_on()
+        self._is_late_there = False  # a server of our own has answered that its deadline has passed
+        self._asking: asyncio.Task[None] | None = None
+        self._first_due_s = None if self._call.is_stream else request.deadline_s  # of streams, its owner looks at it
         self._enter(relay.pool)
+        self._timer.arm()
 
     @property
     def num_tokens(self) -> int:
@@ -479,10 +417,12 @@ class RelayHandle:
             return
         self._is_cancelled = True
         upstream, exchange = self._slot.upstream, self._exchange
-        is_told = exchange is not None and not exchange.is_over and self._pool.settings.trusted
+        is_open = exchange is not None and not exchange.is_over
+        is_told = (is_open or self._is_late_there) and self._pool.settings.trusted
         self._finish_all()
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._task, self._asking):
+            if task is not None:
+                task.cancel()
         if exchange is not None:
             exchange.cancel()
         self._slot.leave()
@@ -529,6 +469,7 @@ class RelayHandle:
 
     def _go(self) -> None:
         """Send the request, now or once it can be."""
+        self._exchange = None
         self._head: AnswerHead | None = None
         self._document = bytearray()  # or what it is refused with
         upstream = self._slot.upstream
@@ -562,6 +503,7 @@ class RelayHandle:
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
             (b"x-request-id", self.request.request_id.encode()),
+            self._hops,
         ]
         if self._trace is not None:
             fields.append((b"traceparent", self._trace.value))
@@ -583,8 +525,16 @@ class RelayHandle:
         if head.status == 503 and self._move("it refuses requests", takes_same=False):
             return
         settings, asked = self._pool.settings, self._call.model
-        error = refusal_of(head.status, bytes(self._document), head, (settings.name_there(asked), asked))
-        if head.status >= 500 or head.status == 429:
+        names = settings.name_there(asked), asked
+        error = refusal_of(head.status, bytes(self._document), head, names, settings.trusted)
+        self._is_late_there = error.kind is ErrorKind.DEADLINE_EXCEEDED
+        if head.status == 504:
+            self._pool.note_outcome(self._upstream, self._is_late_there)
+        if self._is_late_there:
+            self._fail(error)
+        elif error.code == LOOP:
+            self._fail(error, has_begun=False)
+        elif head.status >= 500 or head.status == 429:
             self._fall_back(error)
         else:
             self._fail(error, has_begun=False)
@@ -609,7 +559,7 @@ class RelayHandle:
         logger.warning("%s is asked instead of %s: %s", pool.settings.name, self._call.model, error)
         self._slot.leave()
         fields = msgspec.json.decode(asked.body)
-        _address_to(pool.settings, fields, asked.salts)
+        address_to(pool.settings, fields, asked.salts)
         self._body = sse.json_line(fields)
         self._enter(pool)
 
@@ -645,7 +595,8 @@ class RelayHandle:
 
     def on_head(self, head: AnswerHead) -> None:
         self._head = head
-        self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503)
+        if head.status != 504:  # whose body tells whose failure it is
+            self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503)
         self._heard_s = self._loop.time()
         self._timer.arm()
 
@@ -693,12 +644,14 @@ class RelayHandle:
             self._fail_by(error)
 
     def _next_due(self) -> float | None:
-        """When a stream's end is waited for no longer, or its upstream is taken to hang.
+        """When a stream's end is waited for no longer, its upstream is taken to hang, or a document's token is due.
 
         Before their heads only our own are (see Pool.silence_tells): others send it with the first token.
         """
         exchange, settings = self._exchange, self._pool.settings
-        if exchange is None or exchange.is_over or not self._call.is_stream:
+        if not self._call.is_stream:
+            return None if self._is_cancelled or self._head is not None else self._first_due_s
+        if exchange is None or exchange.is_over:
             return None
         if self._answer.is_done:
             return self._heard_s + LINGER_S
@@ -707,9 +660,35 @@ class RelayHandle:
 
     def _on_due(self) -> None:
         exchange = self._exchange
+        if not self._call.is_stream:
+            self._first_due_s = None
+            self._be_late()
+            return
         assert exchange is not None
         exchange.cancel()
         self.on_end(ConnectionLost(f"nothing has come of its answer for {self._pool.settings.silence_s:g} s"))
+
+    def _be_late(self) -> None:
+        """No token of a document can be seen from here: it is late while it waits here, or if nobody else can tell.
+
+        A server of our own holds the deadline that the request names by itself, as long as it answers at all.
+        """
+        exchange, deadlines = self._exchange, self.request.deadlines
+        if exchange is not None and "ttft_s" not in deadlines.asked:
+            return
+        if exchange is None or not self._pool.settings.trusted:
+            self._fail(deadlines.exceeded("ttft_s"))
+        else:
+            self._asking = asyncio.create_task(self._be_late_unless_held(self._upstream))
+
+    async def _be_late_unless_held(self, upstream: Upstream) -> None:
+        try:
+            async with asyncio.timeout(TELL_S):
+                await self._record_there(upstream)
+        except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
+            if self._head is None:
+                logger.info("an upstream does not tell how a request goes whose deadline has passed: %r", error)
+                self._fail(self.request.deadlines.exceeded("ttft_s"))
 
     def _take(self, part: Part, now_s: float) -> None:
         self._num_events += 1
@@ -756,10 +735,10 @@ class RelayHandle:
 
     async def _end_as_told(self, upstream: Upstream) -> None:
         """After a cancel: with the usage that a server of our own records under our id, if it tells in time."""
-        path, wait_s = "/v1/requests/" + self.request.request_id, TELL_AFTER_S
+        wait_s = TELL_AFTER_S
         try:
             async with asyncio.timeout(TELL_S):
-                while (record := await self._record_there(upstream, path)).state not in ("done", "failed"):
+                while (record := await self._record_there(upstream)).state not in ("done", "failed"):
                     await asyncio.sleep(wait_s)
                     wait_s *= 2
             counts = record.num_prompt_tokens, record.num_completion_tokens, record.num_cached_tokens
@@ -768,7 +747,8 @@ class RelayHandle:
             logger.info("an upstream does not tell what a cancelled request has used: %r", error)
         self._end()
 
-    async def _record_there(self, upstream: Upstream, path: str) -> _Record:
+    async def _record_there(self, upstream: Upstream) -> _Record:
+        path = "/v1/requests/" + self.request.request_id
         head, body = await self._pool.ask(upstream, path, MAX_ERROR_BYTES)
         if head.status != 200:
             raise UpstreamFault(f"it answers with the status {head.status}")

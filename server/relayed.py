@@ -1,4 +1,4 @@
-"""An upstream's answer, as it passes: what it says of text, ends and usage, and what of it goes on. Thread: loop.
+"""What passes: a body, as an upstream gets it, and the answer: what it says of text, ends and usage. Thread: loop.
 
     bytes ─▶ UpstreamAnswer.push, document ─▶ Part ─▶ RelayedDelta ─▶ PassedStream, PassedWhole ─▶ client
 
@@ -10,18 +10,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from hashlib import sha256
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import Delta, FinishReason, Usage
+from core.types import LOWEST_CLASS, TOP_CLASS, Delta, FinishReason, Usage
 from server.api import chat, completions, embeddings, llama_server, messages, ollama, responses, scores
 from server.api.decoding import parse_object
-from server.api.fields import GenerationCall
+from server.api.fields import GenerationCall, MaxTokens
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
 from server.engine_client import NOT_YET
+from server.gate.tenants import LOCAL_NAME, DeadlineTable, OwnDeadlineExceeded, Tenant
+from server.gate.text_rules import rule_book
 from server.upstream.exchange import AnswerHead, UpstreamFault
+from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -90,7 +94,94 @@ PASSAGES = {
 }
 
 
-# What is read.
+# A body: what the gate reads of it, and what takes the place of what was sent.
+
+
+Salts = tuple[str | None, str | None]  # for upstreams of our own, which know no tenants; for others
+# As templates order them, and as /infill puts them before its prompt
+PROMPT_FIELDS = (
+    *("tools", "system", "instructions", "messages"),
+    *("input_extra", "input_prefix", "prompt", "input", "suffix", "input_suffix"),
+    *("query", "documents", "text_1", "text_2"),
+)
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gate must know of a body; the rest is the upstream's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    max_output_tokens: MaxTokens | None = None
+    priority: Annotated[int, msgspec.Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
+    deadlines: DeadlineTable | None = None
+    cache_salt: str | None = None
+    resumable: bool | None = None
+    timings: dict[str, Any] | bool | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: str | float | None = None
+    response_fields: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
+
+
+def checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], int]:
+    """A body's texts, held to the tenant's rules, and how many tokens are reserved for them."""
+    rules = rule_book(tenant.text_rules)
+    if rules.on_answer:
+        message = (
+            "Text rules of your tenant hold for answers, which this model's server cannot be held to."
+            " Use a model of this server itself, or ask the operator."
+        )
+        raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
+    all_texts, num_ids = list[str](), 0
+    for name in PROMPT_FIELDS:
+        if name not in fields:
+            continue
+        leaves = list(_leaves(fields[name]))
+        texts = [one for one in leaves if isinstance(one, str)]
+        num_ids += len(leaves) - len(texts)
+        rules.check_prompt(texts, name)
+        all_texts += texts
+    num_bytes = sum(len(one.encode("utf-8", "replace")) for one in all_texts if not one.startswith("data:"))
+    return all_texts, max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
+
+
+def salts_of(tenant: Tenant, asked: Any) -> Salts:
+    if tenant.name == LOCAL_NAME:
+        return asked, asked
+    return sha256(f"{tenant.cache_salt_domain}\0{asked or ''}".encode("utf-8", "replace")).hexdigest(), asked
+
+
+def keep_alive_asked(value: str | float | None) -> float | None:
+    """Seconds. Raises InvalidRequest."""
+    try:
+        return None if value is None else keep_alive_of(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}.", "keep_alive") from error
+
+
+def address_to(settings: ModelSettings, fields: dict[str, Any], salts: Salts) -> None:
+    """What an upstream of these settings gets in place of what the client has sent."""
+    fields["model"] = settings.name_there(fields.get("model"))
+    fields.pop("cache_salt", None)
+    if (salt := salts[0 if settings.trusted else 1]) is not None:
+        fields["cache_salt"] = salt
+
+
+def _leaves(value: Any) -> Iterator[str | int]:
+    """The texts and numbers in JSON. Its depth is bounded by the parser."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(one)
+    elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        yield value
+
+
+# An answer: what is read.
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -536,6 +627,7 @@ def passed(surface: Surface) -> Surface:
 # Refusals.
 
 
+LOOP = "upstream_loop"
 _PASSED_ON = {  # statuses of which the client is the cause
     400: ErrorKind.INVALID_REQUEST,
     413: ErrorKind.BODY_TOO_LARGE,
@@ -561,11 +653,23 @@ def _detail_of(document: dict[str, Any]) -> str | None:
     return detail[:500] if isinstance(detail, str) and detail else None
 
 
-def refusal_of(status: int, body: bytes, head: AnswerHead, names: tuple[str, str] = ("", "")) -> ServiceError:
+def loop_error() -> ServiceError:
+    """A request goes round: also what gateways before this one tell of it."""
+    message = (
+        "The servers behind this one send the request round in a circle. Tell the operator: an upstream of this model"
+        " leads back to a server that it has come through."
+    )
+    return ServiceError(ErrorKind.UPSTREAM, message, LOOP)
+
+
+def refusal_of(
+    status: int, body: bytes, head: AnswerHead, names: tuple[str, str] = ("", ""), is_trusted: bool = False
+) -> ServiceError:
     """The error for the client of a request that an upstream has refused.
 
     Args:
         names: of the model, there and as it was asked for.
+        is_trusted: it is a server of our own, whose missed deadline is the request's.
     """
     try:
         document = parse_object(body)
@@ -585,6 +689,11 @@ def refusal_of(status: int, body: bytes, head: AnswerHead, names: tuple[str, str
         after = head.field(b"retry-after") or b""
         retry_s = min(float(after), 60.0) if after.isdigit() else 1.0
         return ServiceError(ErrorKind.UNAVAILABLE, message, code or "overloaded", retry_after_s=retry_s)
+    if is_trusted and (status, code) == (504, "deadline_exceeded"):
+        error_type = OwnDeadlineExceeded if head.field(b"x-should-retry") is None else ServiceError
+        return error_type(ErrorKind.DEADLINE_EXCEEDED, message, code)
+    if (status, code) == (502, LOOP):
+        return loop_error()
     logger.error("an upstream refused a request with the status %d: %s", status, told)
     what = "refused this server's own key" if status in (401, 403) else f"answered with the status {status}"
     return ServiceError(ErrorKind.UPSTREAM, f"The server behind this one {what}. Tell the operator.", "upstream_error")

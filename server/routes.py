@@ -43,7 +43,8 @@ from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
-from server.relay import Relay, keep_alive_asked
+from server.relay import Relay
+from server.relayed import keep_alive_asked
 from server.request_routes import SHOWN_CHARS
 from server.values import nearest
 from server.wire.messages import HttpRequest

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from core.context_policy import Policy
-from core.errors import ExitCode, ServiceError, StartupError
+from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.gate.text_rules import TextRule, check_rules
 
 LOCAL_NAME = "local"  # the only tenant where none are configured
@@ -93,6 +93,17 @@ class Deadlines:
         names = ("ttft_s", "inter_token_s", "total_s")
         shorter = frozenset(name for name in names if math.inf > getattr(asked, name) <= getattr(self, name))
         return Deadlines(asked=shorter, **{name: min(getattr(self, name), getattr(asked, name)) for name in names})
+
+    def exceeded(self, name: str, is_callers_fault: bool = False) -> ServiceError:
+        """The error for a request that has passed the deadline of this name."""
+        what = {
+            "total_s": f"The answer was not complete after {self.total_s:g} s",
+            "ttft_s": f"No token came within {self.ttft_s:g} s",
+            "inter_token_s": f"The next token did not come within {self.inter_token_s:g} s",
+        }[name]
+        message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
+        error_type = ServiceError if is_callers_fault or name in self.asked else OwnDeadlineExceeded
+        return error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded")
 
 
 ANY_TIME = Deadlines()

@@ -86,6 +86,14 @@ class TraceContext:
 
 # Of the request whose task this is: for requests to upstreams
 current_trace: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
+current_hops: ContextVar[int] = ContextVar("hops", default=0)  # gateways that it has come through
+HOPS = b"steploop-hops"  # tells them
+
+
+def hops_of(request: HttpRequest) -> int:
+    """The gateways that a request has come through, as the last one tells."""
+    told = request.header(HOPS) or b""
+    return int(told) if told.isdigit() and len(told) < 4 else 0
 
 
 def continue_trace(traceparent: bytes, span_id: str) -> TraceContext | None:

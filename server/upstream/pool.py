@@ -451,11 +451,17 @@ class Pool:
         return outgoing._replace(path=path, fields=(*self._fields, *outgoing.fields))
 
     async def ask(
-        self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None
+        self,
+        upstream: Upstream,
+        path: str,
+        most_bytes: int,
+        json: bytes | None = None,
+        fields: tuple[tuple[bytes, bytes], ...] = (),
     ) -> tuple[AnswerHead, bytes]:
         """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
         connection = await upstream.connection()
-        outgoing = Outgoing(b"GET" if json is None else b"POST", path.encode(), JSON if json else (), json or b"")
+        fields = (*JSON, *fields) if json else fields
+        outgoing = Outgoing(b"GET" if json is None else b"POST", path.encode(), fields, json or b"")
         answer = WholeAnswer(most_bytes)
         exchange = connection.http.send(self.addressed(outgoing, upstream), answer)
         try:

@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import subprocess
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import StartupError
+from core.plan import StepPlan
+from core.simulation import SimulatedRunner
 from core.types import Pooling, SamplingParams
 from server import relay
 from server.api import chat as chat_api
@@ -647,6 +650,98 @@ async def test_what_is_not_streamed_goes_elsewhere_once_nothing_comes_and_the_he
             assert (await front.ask(SURFACES["chat"]())).status == 200
             assert front.num_active == [0, 0]
             assert front.pool.num_retries == 1
+
+
+async def test_a_missed_deadline_of_an_upstream_of_our_own_is_the_requests(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+
+    class HeldUp(SimulatedRunner):
+        def forward(self, plan: StepPlan) -> StepPlan:
+            goes_on.wait()
+            return super().forward(plan)
+
+    paths = [tmp_path / name for name in ("there.db", "here.db")]
+    there = {"load": load_with(HeldUp), "ledger": paths[0]}
+    fields: dict[str, Any] = {"trusted": True, "config": {"ledger": paths[1]}}
+    async with relaying(1, False, there, **fields) as gateway:
+        late = asyncio.create_task(gateway.ask(SURFACES["chat"](deadlines={"ttft_ms": 100})))
+        (upstream,) = gateway.pool.upstreams
+        active = gateway.upstreams[0].server._app.served.active
+        await wait_until(lambda: bool(active))
+        (generation,) = active.values()
+        assert isinstance(generation, Generation)
+        await wait_until(lambda: generation._error is not None)
+        goes_on.set()
+        answer = await late
+        assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
+        assert answer.headers["x-should-retry"] == "false"
+        assert "within 0.1 s" in answer.json["error"]["message"]
+        assert upstream.num_failures == 0
+    (told,), (billed,) = map(rows, paths)
+    assert told.prompt_tokens > 0
+    assert (billed.prompt_tokens, billed.completion_tokens) == (told.prompt_tokens, told.completion_tokens)
+
+
+async def test_a_504_of_anothers_is_its_failure() -> None:
+    said = whole({"error": {"message": "late", "code": "deadline_exceeded"}}, b"504 Gateway Timeout")
+    async with before(said) as front:
+        answer = await front.ask(SURFACES["chat"]())
+        assert (answer.status, answer.json["error"]["code"]) == (502, "upstream_error")
+        assert front.pool.upstreams[0].num_failures == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_document_is_late_at_an_upstream_that_hangs_and_before_it(waits: bool) -> None:
+    async with saying(b"", hangs=True) as hung, fronting(model(hung, protocol="h1", max_requests=1)) as front:
+        (upstream,) = front.pool.upstreams
+        if waits:
+            _, first = await open_with(front.server, SURFACES["chat"]())
+            await wait_until(lambda: upstream.num_active == 1)
+        late = await front.ask(SURFACES["chat"](deadlines={"ttft_ms": 100}))
+        assert (late.status, late.json["error"]["code"]) == (504, "deadline_exceeded")
+        assert (upstream.num_active, front.pool.num_waiting) == (int(waits), 0)
+        if waits:
+            first.transport.abort()
+            await wait_until(lambda: upstream.num_active == 0)
+
+
+async def test_a_document_that_takes_longer_than_its_first_token_may_is_complete() -> None:
+    goes_on = threading.Event()
+
+    class Pausing(SimulatedRunner):
+        num_steps = 0
+
+        def forward(self, plan: StepPlan) -> StepPlan:
+            self.num_steps += 1
+            if self.num_steps == 4:
+                goes_on.wait()
+            return super().forward(plan)
+
+    async with relaying(1, False, {"load": load_with(Pausing)}, trusted=True) as gateway:
+        task = asyncio.create_task(gateway.ask(SURFACES["chat"](deadlines={"ttft_ms": 1000})))
+        active = gateway.server._app.served.active
+        await wait_until(lambda: bool(active))
+        (generation,) = active.values()
+        assert isinstance(generation, Generation)
+        handle: Any = generation._handles[0]
+        await wait_until(lambda: handle._asking is not None and handle._asking.done())
+        goes_on.set()
+        assert (await task).status == 200
+
+
+async def test_a_request_that_goes_round_is_ended_after_a_few_gateways() -> None:
+    async with fronting(model("http://127.0.0.1:9")) as a, fronting(model("http://127.0.0.1:9")) as b:
+        for one, other in ((a, b), (b, a)):
+            url = f"http://127.0.0.1:{other.server.listener.port}"
+            reloaded(one.server, model(url, upstream_model=ASKED, trusted=True))
+        for stream in (False, True):
+            answer = await a.ask(SURFACES["chat"](stream=stream))
+            assert (answer.status, answer.json["error"]["code"]) == (502, "upstream_loop")
+            assert "leads back" in answer.json["error"]["message"]
+        assert sum(one.pool.upstreams[0].num_requests for one in (a, b)) == 2 * relay.MAX_HOPS
+        counted = await a.ask(request("POST", "/tokenize", {"model": ASKED, "prompt": "step"}))
+        assert (counted.status, counted.json["error"]["code"]) == (502, "upstream_loop")
+        assert (a.num_active, b.num_active) == ([0], [0])
 
 
 async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
