@@ -472,9 +472,11 @@ class ToolCallParser(Parser):
             if brackets.begin:
                 yield from self._expect(brackets.begin)
             yield from self._call(begin)
-            while (yield from self._take_after_whitespace(brackets.separator)) is not None:
-                self._uncertain_from, self._is_next = self._at - len(brackets.separator), True
-                yield from self._call(begin)
+            opening = getattr(self._format.call, "begin", "")
+            separator = brackets.separator.strip() or opening
+            while (yield from self._take_after_whitespace(separator)) is not None:
+                self._uncertain_from, self._is_next = self._at - len(separator), True
+                yield from self._call(begin if separator != opening else opening)
             if brackets.end:
                 yield from self._expect(brackets.end)
         if self._format.end:

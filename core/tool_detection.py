@@ -5,16 +5,18 @@ template writes for the calls.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core.answer_parts import Arguments, CallBegin, HarmonyParser, Parser, Text, ToolCallParser
 from core.errors import InvalidRequest
-from core.tool_formats import FORMATS, HARMONY, THOUGHTS
+from core.tool_formats import FORMATS, HARMONY, THOUGHTS, JsonCall, ToolFormat
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 _MARK = "Zq7"
+_OPEN_MARK = re.compile(r"<[^<>\s]*\Z")
 _ARGUMENTS = {"place": "Zq8 Zq9", "num_days": 3}
 _PARAMETERS = {
     "type": "object",
@@ -34,11 +36,13 @@ class ToolStyle(NamedTuple):
         format: a name of FORMATS, or HARMONY.
         has_text_arguments: the template wants a call's arguments as JSON text, not as an object.
         most_calls: of one turn, that the template renders: 1 or 2, which stands for any number.
+        is_left_out: the template renders none: a history's are written into the content of its turns.
     """
 
     format: str
     has_text_arguments: bool
     most_calls: int
+    is_left_out: bool = False
 
 
 def detect(render: Render, known: str | None = None) -> ToolStyle | None:
@@ -58,7 +62,21 @@ def detect(render: Render, known: str | None = None) -> ToolStyle | None:
                 continue
             if (found := known or _format_of(region, most_calls)) is not None:
                 return ToolStyle(found, has_text_arguments, most_calls)
+    hinted = _hinted(render)
+    if hinted is not None and known in (None, hinted.name):
+        return ToolStyle(hinted.name, isinstance(hinted.call, JsonCall), 2, is_left_out=True)
     return None if known is None else ToolStyle(known, False, 2)
+
+
+def _hinted(render: Render) -> ToolFormat | None:
+    """The format that the template names where it shows the tools."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        shown, plain = render(question, _TOOLS), render(question, [])
+    except InvalidRequest:
+        return None
+    hints = (form for form in FORMATS.values() if form.hint is not None)
+    return next((form for form in hints if str(form.hint) in shown and str(form.hint) not in plain), None)
 
 
 class ThoughtStyle(NamedTuple):
@@ -127,7 +145,10 @@ def _region(render: Render, calls: list[dict[str, Any]]) -> str | None:
         with_calls = render([question, {"role": "assistant", "content": "", "tool_calls": calls}], _TOOLS)
     except InvalidRequest:
         return None
-    return str(with_calls[_num_equal(with_text, with_calls) :])
+    start = _num_equal(with_text, with_calls)
+    if (mark := _OPEN_MARK.search(with_calls, 0, start)) is not None:  # which what ends a text begins with, too
+        start = mark.start()
+    return str(with_calls[start:])
 
 
 def _num_equal(first: str, second: str) -> int:

@@ -3,8 +3,12 @@
 A format is found from what the model's chat template renders for a call. No I/O; frozen: any thread.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from core.marked_text import Origin, joined, marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,11 @@ class NamedCall:
 
 @dataclass(frozen=True, slots=True)
 class Brackets:
-    """Around the calls of a section, and between them."""
+    """Around the calls of a section, and between them.
+
+    Args:
+        separator: white space: what begins a call divides them.
+    """
 
     begin: str
     separator: str
@@ -93,6 +101,7 @@ class ToolFormat:
         before: what the template writes between text and a section.
         brackets: None: one call a section.
         opens_answer: where the answer begins with the call of a known function, the section needs nothing to begin it.
+        hint: what a template writes with the tools, if it leaves calls to the model and renders none.
     """
 
     name: str
@@ -103,12 +112,16 @@ class ToolFormat:
     pad: str = ""
     brackets: Brackets | None = None
     opens_answer: bool = False
+    hint: str | None = None
 
 
 _XML = TaggedArguments("<parameter=", ">", "", "</parameter>", has_newlines=True)
 _GLM = TaggedArguments("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", has_newlines=False)
 _PYTHON = LiteralArguments(")", "=", ('"""', "'''", '"', "'"), has_escapes=True)
 _GEMMA = LiteralArguments("}", ":", ("<escape>",), has_escapes=False)
+_GEMMA4 = LiteralArguments("}", ":", ('<|"|>',), has_escapes=False)
+_INVOKED = TaggedArguments('<parameter name="', '">', "", "</parameter>", has_newlines=False)
+_BAR = "\uff5c"  # DeepSeek's
 _LIST = Brackets("[", ",", "]")
 
 FORMATS = {
@@ -137,9 +150,41 @@ FORMATS = {
         ),
         ToolFormat("mistral-list", ("[TOOL_CALLS]",), "", JsonCall(), pad=" ", brackets=_LIST),
         ToolFormat("mistral", ("[TOOL_CALLS]",), "", NamedCall("", "[ARGS]", JsonArguments(), id_begin="[CALL_ID]")),
-        ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), "", JsonCall(), brackets=_LIST),
+        ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), "", JsonCall(), brackets=_LIST, hint="<|tool_call|>"),
         ToolFormat("phi4", ("<|tool_call|>",), "<|/tool_call|>", JsonCall(), brackets=_LIST),
         ToolFormat("gemma", ("<start_function_call>",), "<end_function_call>", NamedCall("call:", "{", _GEMMA)),
+        ToolFormat("gemma4", ("<|tool_call>",), "<tool_call|>", NamedCall("call:", "{", _GEMMA4)),
+        ToolFormat(
+            "lfm",
+            ("<|tool_call_start|>",),
+            "<|tool_call_end|>",
+            NamedCall("", "(", _PYTHON),
+            brackets=_LIST,
+            hint="<|tool_list_start|>",
+        ),
+        ToolFormat("nemotron", ("<TOOLCALL>",), "</TOOLCALL>", JsonCall(), brackets=_LIST),
+        ToolFormat("apriel", ("<tool_calls>",), "</tool_calls>", JsonCall(), before="\n", brackets=_LIST),
+        ToolFormat(
+            "deepseek",
+            (f"<{_BAR}tool▁calls▁begin{_BAR}>",),
+            f"<{_BAR}tool▁calls▁end{_BAR}>",
+            NamedCall(
+                f"<{_BAR}tool▁call▁begin{_BAR}>",
+                f"<{_BAR}tool▁sep{_BAR}>",
+                JsonArguments(),
+                f"<{_BAR}tool▁call▁end{_BAR}>",
+            ),
+            brackets=Brackets("", "", ""),
+        ),
+        ToolFormat(
+            "minimax",
+            ("<minimax:tool_call>",),
+            "</minimax:tool_call>",
+            NamedCall('<invoke name="', '">\n', _INVOKED, "</invoke>"),
+            before="\n",
+            pad="\n",
+            brackets=Brackets("", "\n", ""),
+        ),
     )
 }
 
@@ -147,6 +192,26 @@ FORMATS = {
 HARMONY = "harmony"  # gpt-oss's messages: calls, thoughts and text in channels
 ANY_FORMAT = "auto"  # as the chat template has it
 _HARMONY_MARKERS = frozenset(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call"))
+
+
+def with_calls(text: str, calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
+    """An assistant's text, and behind it its calls as the model writes them, for a template that renders none.
+
+    Args:
+        calls: as templates take them.
+        form: of JSON, or in Python's notation.
+    """
+    texts = list[str]()
+    for name, arguments in ((call["function"]["name"], call["function"]["arguments"]) for call in calls):
+        if isinstance(form.call, JsonCall):
+            json_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            texts.append(f'{{"name": {json.dumps(name)}, "{form.call.arguments_key}": {json_text}}}')
+        else:
+            listed = arguments.items() if isinstance(arguments, dict) else [("arguments", arguments)]
+            texts.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in listed)})")
+    marks = form.brackets or Brackets("", "", "")
+    written = marked(f"{marks.begin}{(marks.separator + ' ').join(texts)}{marks.end}", Origin.CALL)
+    return joined((marked(text, Origin.MODEL), form.begins[0], written, form.end))
 
 
 def markers_of(name: str) -> frozenset[str]:

@@ -18,6 +18,7 @@ from core.constraints import GrammarSpec
 from core.context_policy import Budgets, Policy
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
+from core.tool_formats import FORMATS, with_calls
 from core.types import LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY, pieces
 from server.api.reasoning import ThoughtWishes, check_hidden
@@ -846,6 +847,8 @@ def _template_message(message: Message, style: ToolStyle | None, param: str) -> 
         where = f"{param}.tool_calls"
         raise InvalidRequest(f"{where} belongs to an assistant's message, not to a {role}'s. Leave it out.", where)
     calls = template_calls(message.tool_calls, style, f"{param}.tool_calls") if message.tool_calls else None
+    if calls and style is not None and style.is_left_out:
+        result["content"] = with_calls(result["content"], calls, FORMATS[style.format])
     optional = {
         "name": message.name,
         "tool_call_id": template_id(message.tool_call_id, style) if message.tool_call_id else None,

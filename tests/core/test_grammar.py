@@ -655,7 +655,7 @@ def test_required_calls_are_read_as_calls_that_fit_their_schemas(form: str) -> N
         for name, arguments in calls:
             Validator(SCHEMAS[name]).validate(arguments)
         num_calls += len(calls)
-    assert num_calls > 10
+    assert num_calls > 5
 
 
 @pytest.mark.parametrize("form", [name for name, one in TOOL_FORMATS.items() if not one.opens_answer])
