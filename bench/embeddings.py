@@ -1,8 +1,9 @@
-"""Embeddings beside sentence-transformers: `python -m bench.embeddings`. It needs `pip install sentence-transformers`.
+"""Embeddings and reranking beside sentence-transformers: `python -m bench.embeddings`, with sentence-transformers.
 
 Random models of known shapes. The server's process and sentence-transformers in this one take turns on the same texts
 and cores; a ratio is of one such pair. The server is asked over HTTP, with one request of all texts, and with many
-requests of one text each; sentence-transformers sorts the texts by length and pads batches of 32. Where others keep the
+requests of one text each; sentence-transformers sorts the texts by length and pads batches of 32. A reranker scores
+the same texts as documents of one query, beside a CrossEncoder. Where others keep the
 machine busy, --cpu-time with --threads 1 counts what both processes compute, and not what they wait.
 """
 
@@ -14,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +34,20 @@ from bench.speculative import interval
 NUM_WORDS = 30_000
 SHAPES = {"MiniLM-L6": (384, 6, 12, 1536), "bge-base": (768, 12, 12, 3072)}  # hidden, layers, heads, intermediate
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+QUERY = " ".join(f"w{number}" for number in range(10))
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def write_model(directory: Path, shape: str, positions: int = 512) -> Path:
-    """A directory of sentence-transformers: mean pooling, normalised."""
+def write_model(directory: Path, shape: str, scores: bool = False, positions: int = 512) -> Path:
+    """A directory of sentence-transformers: mean pooling, normalised; or a reranker, with one score of a pair."""
     hidden, layers, heads, inner = SHAPES[shape]
     words = [*SPECIAL, *(f"w{number}" for number in range(NUM_WORDS))]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     ends = [(name, words.index(name)) for name in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=ends)
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=len(words),
@@ -53,8 +57,10 @@ def write_model(directory: Path, shape: str, positions: int = 512) -> Path:
         intermediate_size=inner,
         max_position_embeddings=positions,
         initializer_range=0.05,
+        num_labels=1,  # type: ignore[call-arg]  # of PretrainedConfig
     )
-    transformers.BertModel(config).save_pretrained(directory)
+    model = transformers.BertForSequenceClassification if scores else transformers.BertModel
+    model(config).save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
     parts = ("", "models.Transformer"), ("1_Pooling", "models.Pooling"), ("2_Normalize", "models.Normalize")
     listed = [
@@ -63,10 +69,11 @@ def write_model(directory: Path, shape: str, positions: int = 512) -> Path:
     ]
     (directory / "1_Pooling").mkdir()
     files: dict[str, Any] = {
-        "modules": listed,
         "tokenizer_config": {"tokenizer_class": "BertTokenizer", "pad_token": "[PAD]", "model_max_length": positions},
-        "1_Pooling/config": {"word_embedding_dimension": hidden, "pooling_mode_mean_tokens": True},
     }
+    if not scores:
+        pooling = {"word_embedding_dimension": hidden, "pooling_mode_mean_tokens": True}
+        files |= {"modules": listed, "1_Pooling/config": pooling}
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
     return directory
@@ -79,44 +86,106 @@ def make_texts(count: int, median: int, most: int) -> list[str]:
     return [" ".join(f"w{word}" for word in generator.integers(NUM_WORDS, size=length)) for length in lengths]
 
 
-def ask(port: int, texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _asked(port: int, path: str, body: dict[str, Any]) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", port)
-    body = json.dumps({"input": list(texts), "encoding_format": "base64"})
-    connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     content = json.loads(answer.read())
     connection.close()
     if answer.status != 200:
         raise CannotRun(f"The server answers {content}", "look at its log")
-    return np.array([np.frombuffer(base64.b64decode(one["embedding"]), np.float32) for one in content["data"]])
+    return content
+
+
+def ask(port: int, texts: Sequence[str]) -> Floats:
+    """Their vectors."""
+    found = _asked(port, "/v1/embeddings", {"input": list(texts), "encoding_format": "base64"})["data"]
+    return np.array([np.frombuffer(base64.b64decode(one["embedding"]), np.float32) for one in found])
+
+
+def rank(port: int, texts: Sequence[str]) -> Floats:
+    """Their scores as documents of QUERY."""
+    body = {"query": QUERY, "documents": list(texts), "return_documents": False}
+    found = {one["index"]: one["relevance_score"] for one in _asked(port, "/v1/rerank", body)["results"]}
+    return np.array([found[i] for i in range(len(texts))], np.float32)
+
+
+def _embedding_peer(directory: Path, dtype: str) -> Callable[[Sequence[str]], Floats]:
+    from sentence_transformers import SentenceTransformer
+
+    peer = SentenceTransformer(str(directory), device="cpu", model_kwargs={"dtype": dtype})
+
+    def encode(texts: Sequence[str]) -> Floats:
+        found: Floats = (
+            peer.encode(texts, batch_size=32, show_progress_bar=False, convert_to_tensor=True).float().numpy()
+        )
+        return found
+
+    return encode
+
+
+def _ranking_peer(directory: Path, dtype: str) -> Callable[[Sequence[str]], Floats]:
+    from sentence_transformers import CrossEncoder
+
+    peer = CrossEncoder(str(directory), device="cpu", model_kwargs={"dtype": dtype})
+
+    def predict(texts: Sequence[str]) -> Floats:
+        pairs = [(QUERY, text) for text in texts]
+        found: Floats = (
+            peer.predict(pairs, batch_size=32, show_progress_bar=False, convert_to_tensor=True).float().numpy()
+        )
+        return found
+
+    return predict
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """
+    Args:
+        ask: the server, about some texts.
+        peer: of a model's directory and type.
+        likeness: a name, and what it is of our values and theirs.
+    """
+
+    ask: Callable[[int, Sequence[str]], Floats]
+    peer: Callable[[Path, str], Callable[[Sequence[str]], Floats]]
+    likeness: tuple[str, Callable[[Floats, Floats], float]]
+
+
+TASKS = {
+    "embeddings": _Task(ask, _embedding_peer, ("least cosine", lambda one, other: float((one * other).sum(1).min()))),
+    "rerank": _Task(rank, _ranking_peer, ("most difference", lambda one, other: float(abs(one - other).max()))),
+}
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise CannotRun("sentence-transformers is not here", "pip install sentence-transformers") from error
-    rows = list[dict[str, Cell]]()
+    rows: dict[str, list[dict[str, Cell]]] = {name: [] for name in arguments.tasks}
     texts = make_texts(arguments.texts, arguments.median, arguments.most)
-    for shape in arguments.shapes:
+    for name, shape in ((name, shape) for name in arguments.tasks for shape in arguments.shapes):
         for ours, theirs in (pair.split(":") for pair in arguments.dtypes):
             with tempfile.TemporaryDirectory() as home:
-                directory, port = write_model(Path(home) / shape, shape), free_port()
-                peer = SentenceTransformer(str(directory), device="cpu", model_kwargs={"dtype": theirs})
+                directory, port = write_model(Path(home) / shape, shape, scores=name == "rerank"), free_port()
+                try:
+                    peer = TASKS[name].peer(directory, theirs)
+                except ImportError as error:
+                    raise CannotRun("sentence-transformers is not here", "pip install sentence-transformers") from error
                 own = ("--dtype", ours, "--threads", str(arguments.threads), "--max-batch-tokens", "2048")
                 torch.set_num_threads(arguments.threads)
                 with running(serve_command(port, "--model", str(directory), *own), port, "/ready") as pid:
-                    turns = _Turns(port, peer, texts, arguments, pid)
-                    rows += _pairs(turns, arguments, {"model": shape, "ours": ours, "theirs": theirs})
+                    turns = _Turns(TASKS[name], port, peer, texts, arguments, pid)
+                    rows[name] += _pairs(turns, arguments, {"model": shape, "ours": ours, "theirs": theirs})
     timed = "CPU time of the processes" if arguments.cpu_time else "clock"
     title = f"{len(texts)} texts, {arguments.pairs} pairs, by the {timed}"
-    return Found((table_of(title, rows),), {"median words": arguments.median, "threads": arguments.threads})
+    tables = [table_of(f"{name[0].upper()}{name[1:]}: {title}", rows[name]) for name in rows]
+    return Found(tables, {"median words": arguments.median, "threads": arguments.threads})
 
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
+    task: _Task
     port: int
-    peer: Any
+    peer: Callable[[Sequence[str]], Floats]
     texts: list[str]
     arguments: argparse.Namespace
     pid: int  # the server's
@@ -129,22 +198,21 @@ class _Turns:
 
         started_s = now_s()
         if pool is None:
-            ask(self.port, self.texts)
+            self.task.ask(self.port, self.texts)
         else:
-            list(pool.map(lambda text: ask(self.port, [text]), self.texts))
+            list(pool.map(lambda text: self.task.ask(self.port, [text]), self.texts))
         return now_s() - started_s
 
     def theirs_s(self) -> float:
         clock = time.process_time if self.arguments.cpu_time else time.perf_counter
         started_s = clock()
-        self.peer.encode(self.texts, batch_size=32, show_progress_bar=False)
+        self.peer(self.texts)
         return clock() - started_s
 
 
 def _pairs(turns: _Turns, arguments: argparse.Namespace, named: dict[str, Cell]) -> list[dict[str, Cell]]:
-    texts = turns.texts
-    wanted = turns.peer.encode(texts, batch_size=32, show_progress_bar=False, convert_to_tensor=True).float().numpy()
-    cosine = float((ask(turns.port, texts) * wanted).sum(1).min())
+    texts, (likeness, of) = turns.texts, turns.task.likeness
+    alike = of(turns.task.ask(turns.port, texts), turns.peer(texts))
     found = {"one request": list[tuple[float, float]](), f"{arguments.at_once} at once": list[tuple[float, float]]()}
     with ThreadPoolExecutor(arguments.at_once) as pool:
         turns.ours_s(pool)  # warms up
@@ -165,7 +233,7 @@ def _pairs(turns: _Turns, arguments: argparse.Namespace, named: dict[str, Cell])
                 "ratio": statistics.median(ratios),
                 "from": low,
                 "to": high,
-                "least cosine": cosine,
+                likeness: alike,
             }
         )
         print(rows[-1], file=sys.stderr)
@@ -173,6 +241,7 @@ def _pairs(turns: _Turns, arguments: argparse.Namespace, named: dict[str, Cell])
 
 
 FLAGS = (
+    Flag("--tasks", tuple(TASKS), "to compare", more={"nargs": "+", "choices": tuple(TASKS)}),
     Flag("--shapes", tuple(SHAPES), "of models", quick=("MiniLM-L6",), more={"nargs": "+", "choices": tuple(SHAPES)}),
     Flag(
         "--dtypes",

@@ -83,6 +83,18 @@ def many_messages() -> bytes:
     return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode()
 
 
+def many_calls() -> bytes:
+    """A chat with 3,000 calls and their results, 1 MB, that is longer than the context."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": "x"}]
+    for i in range(3000):
+        function = {"name": "f", "arguments": json.dumps({"k": "v" * 60, "n": i, "l": [1, 2, {"a": i}]})}
+        messages.append(
+            {"role": "assistant", "tool_calls": [{"id": f"c{i}", "type": "function", "function": function}]}
+        )
+        messages.append({"role": "tool", "tool_call_id": f"c{i}", "content": "result " * 8})
+    return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode()
+
+
 def forms(scale: int) -> Iterator[bytes]:
     """Chats whose answers are to have forms that take long to check, and to compile, where each is new."""
     for number in count():
@@ -104,6 +116,7 @@ CASES: dict[str, tuple[str, Callable[[], Iterator[bytes]]] | None] = {
     "8 MiB of text": ("/v1/completions", lambda: repeat(long_text())),
     "a million ids": ("/v1/completions", lambda: repeat(long_ids())),
     "4,080 messages": ("/v1/chat/completions", lambda: repeat(many_messages())),
+    "a history of 3,000 calls": ("/v1/chat/completions", lambda: repeat(many_calls())),
     "forms in 8 KiB": ("/v1/chat/completions", lambda: forms(1)),
     "larger forms": ("/v1/chat/completions", lambda: forms(20)),
     "forms of 100 KB to 8 MB": ("/v1/chat/completions", largest_forms),

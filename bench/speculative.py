@@ -3,8 +3,10 @@
 The model computes every step; what it samples is replaced by the answers of a named set, so that a model with random
 weights repeats text as a trained one does; free text is this project's own prose. The pairs take turns, with drafts
 first in every other one; the first of each case warms up, and is not counted. All streams are counted while all of them
-decode. A second table replays answers with a share p of each draft's tokens right, up to a length. The part `cost` has
-streams of noise, which no draft can meet: stretches of steps take turns to look for drafts, and not to.
+decode. In the part `crossing` streams come one after the other until there are as many as asked for, more than drafts
+pay for, and leave again: all tokens count, prompts too. `replay` has answers with a share p of each draft's tokens
+right, up to a length. The part `cost` has streams of noise, which no draft can meet: stretches of steps take turns to
+look for drafts, and not to.
 """
 
 import argparse
@@ -243,6 +245,62 @@ def measure_pairs(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
     )
 
 
+def measure_crossing(runner: ModelRunner, arguments: argparse.Namespace, end_s: float) -> Table:
+    """Seconds of a load that rises and falls, without drafts over with them, text by text."""
+    most, rows = max(arguments.streams), list[dict[str, Cell]]()
+    for place, text in enumerate(arguments.texts):
+        now_s = time.monotonic()
+        until_s = now_s + (end_s - now_s) / (len(arguments.texts) - place)
+        engines = {
+            drafts: Streams(ScriptedRunner(runner), speculates=drafts, has_prefix_cache=False)
+            for drafts in (True, False)
+        }
+        ratios, least, largest = list[float](), most, 0
+        for number in range(-1, arguments.pairs):
+            if number >= LEAST_PAIRS and time.monotonic() > until_s:
+                break
+            random, took_s = Random(f"{number} {text}"), dict[bool, float]()
+            size, vocab_size = arguments.prompt // 4, runner.limits.vocab_size
+            scripts = [TEXTS[text](random, size, vocab_size) for _ in range(2 * most)]
+            for drafts in (number % 2 == 0, number % 2 == 1):
+                took_s[drafts], drafted, undrafted = _rise_and_fall(engines[drafts], scripts, size, most)
+                if drafts and number >= 0:
+                    largest, least = max(largest, drafted), min(least, undrafted)
+            if number >= 0:
+                ratios.append(took_s[False] / took_s[True])
+        low, high = interval(ratios)
+        row: dict[str, Cell] = {"text": text, "pairs": len(ratios), "ratio": statistics.median(ratios)}
+        rows.append(row | {"from": low, "to": high, "drafts with up to": largest, "none with": least})
+        print(rows[-1], file=sys.stderr)
+    return table_of(f"A load that rises to {most} streams and falls: tokens per second with drafts and without", rows)
+
+
+def _rise_and_fall(streams: Streams, scripts: Sequence[Script], num_tokens: int, most: int) -> tuple[float, int, int]:
+    """The seconds of all scripts, each begun so many tokens after the one before that about `most` run at the peak.
+
+    Returns: them; the most streams of a step with drafts, and the fewest, beyond one, of a step that had none.
+    """
+    runner: ScriptedRunner = streams.clocked._runner  # type: ignore[assignment]
+    runner.answers = dict(scripts)
+    drafted, undrafted, names = 0, most, list[str]()
+    started_s = time.perf_counter()
+    while len(names) < len(scripts) or streams.num_open:
+        done = sum(len(streams.tokens[name]) for name in names)
+        if len(names) < len(scripts) and (done >= len(names) * num_tokens / most or not streams.num_open):
+            names.append(streams.submit(scripts[len(names)][0], num_tokens))
+        before = streams.scheduler.stats()
+        streams.step()
+        if streams.scheduler.stats().num_draft_tokens > before.num_draft_tokens:
+            drafted = max(drafted, before.num_running)
+        elif before.num_running > 1:
+            undrafted = min(undrafted, before.num_running)
+    took_s = time.perf_counter() - started_s
+    for name, (_, answer) in zip(names, scripts, strict=True):
+        if streams.tokens[name] != answer[:num_tokens]:
+            raise RuntimeError("drafts have changed an answer")
+    return took_s, drafted, undrafted
+
+
 @dataclass(slots=True)
 class Stretches:
     """Seconds of each stretch of steps, with drafts (True) and without; and what of them is not the runner's."""
@@ -421,8 +479,9 @@ def measure_model(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
     return table_of(f"A draft model with {size}, each token right with the chance p", rows)
 
 
-PARTS = {"pairs": measure_pairs, "cost": measure_cost, "replay": measure_replay, "model": measure_model}
-SHARES = {"pairs": 6, "cost": 3, "replay": 2, "model": 2}  # of the minutes
+PARTS = {"pairs": measure_pairs, "crossing": measure_crossing, "cost": measure_cost, "replay": measure_replay}
+PARTS["model"] = measure_model
+SHARES = {"pairs": 6, "crossing": 3, "cost": 3, "replay": 2, "model": 2}  # of the minutes
 
 
 def _measure(arguments: argparse.Namespace) -> Found:

@@ -853,8 +853,10 @@ def _literal_scalar(word: str) -> str:
 
 def parameter_types(schema: Schema, name: str) -> frozenset[str]:
     """The JSON types that a parameter may have; empty: its schema does not say."""
-    named = [one["properties"][name] for one in _joined(schema, schema) if name in one.get("properties", ())]
-    return frozenset[str]().union(*(_types(one, schema) for one in named))
+    joined = _joined(schema, schema)
+    named = [one["properties"][name] for one in joined if name in one.get("properties", ())]
+    others = [one.get("additionalProperties") for one in joined]
+    return frozenset[str]().union(*(_types(one, schema) for one in named or others))
 
 
 def _types(schema: Any, root: Schema) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """The engine's settings, and what a model is (read by config_json.py): frozen, checked once, at start. Any thread."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from core.config_fields import Traits
 from core.prequantized import Fp8Config, PackedConfig
@@ -84,15 +85,16 @@ class RopeConfig:
 
     Args:
         kind: "default", "linear" (positions divided by factor), "llama3" (low frequencies divided by factor), "yarn"
-            (the same with another blend), "longrope" (each frequency divided by its own factor) or "none" (nothing
-            turns).
-        factor, low_freq_factor, high_freq_factor: of "linear", "llama3" and "yarn".
+            (the same with another blend), "longrope" (each frequency divided by its own factor), "proportional"
+            ("linear", and only the first pairs turn) or "none" (nothing turns).
+        factor, low_freq_factor, high_freq_factor: of "linear", "proportional", "llama3" and "yarn".
         original_max_position: tokens of context before it was stretched.
         beta_fast, beta_slow: turns within the original context, above and below which "yarn" keeps and divides.
         is_truncated: whether "yarn" rounds its bounds to whole dimensions.
         factors: of "longrope", one per frequency.
         attention_factor: what the turned q and k are multiplied by, each.
         partial: the part of each head that turns, its first dimensions.
+        turning: of "proportional": the part of the pairs that turn; the others count where frequencies are spaced.
         query_growth: queries are multiplied by 1 + query_growth * log(1 + (position + query_offset) //
             original_max_position).
     """
@@ -109,6 +111,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     partial: float = 1.0
+    turning: float = 1.0
     query_growth: float = 0.0
     query_offset: int = 0
 
@@ -128,6 +131,11 @@ class LayerConfig:
         is_recurrent: it has the model's recurrence, instead of attention or beside it.
         attends: it has attention.
         has_mlp: it has an MLP, or experts.
+        chunk: a token attends to those before it within its chunk of so many, a multiple of BLOCK_SIZE; None: to all.
+        head_dim, num_kv_heads, intermediate_size: None: the model's.
+        source: the layer whose keys and values it attends over; None: it has its own.
+        has_values: False: a token's value is its key, as it was before norm and RoPE.
+        sparsity: the part of its MLP's gates that are zero, of a normal distribution; 0: none is made so.
     """
 
     rope: RopeConfig | None
@@ -136,10 +144,36 @@ class LayerConfig:
     is_recurrent: bool = False
     attends: bool = True
     has_mlp: bool = True
+    chunk: int | None = None
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    source: int | None = None
+    has_values: bool = True
+    sparsity: float = 0.0
+
+    @property
+    def caches(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return self.attends and self.source is None
+
+    @property
+    def sight(self) -> "Sight":
+        return Sight(self.window, self.chunk, self.head_dim, self.num_kv_heads)
 
     @property
     def rotates(self) -> bool:
         return self.rope is not None and self.rope.kind != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What layers that attend alike have in common: what a token sees, and sizes of heads. See LayerConfig."""
+
+    window: int | None = None
+    chunk: int | None = None
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +264,45 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Each layer adds something of the token itself, which a second embedding has for it (Gemma 3n, 4).
+
+    Args:
+        vocab_size: of that embedding; other tokens have the first one's.
+        size: of what a layer gets.
+    """
+
+    vocab_size: int
+    size: int
+
+    def num_parameters(self, hidden_size: int, num_layers: int) -> int:
+        of_layer = 2 * self.size * hidden_size + hidden_size
+        return num_layers * (of_layer + self.size * (self.vocab_size + hidden_size)) + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsConfig:
+    """A token has several hidden states, of which layers compute one and predict the others (Gemma 3n).
+
+    Source: AltUp (arXiv:2301.13310); of the low-rank residual: LAuReL (arXiv:2411.07501).
+
+    Args:
+        count, active: of streams; the one that layers compute.
+        rank: of what is added to what attention adds.
+        is_scaled: what the layer's own input reads of the active stream is scaled.
+    """
+
+    count: int
+    active: int
+    rank: int
+    is_scaled: bool
+
+    def num_parameters(self, hidden_size: int, num_layers: int) -> int:
+        of_layer = (self.count + 3 + 2 * self.rank) * hidden_size + self.count**2 * (self.count + 1)
+        return num_layers * of_layer + 2 * (self.count - 1) * hidden_size**2
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts: gated MLPs of which each token goes through a few.
 
@@ -250,6 +323,8 @@ class ExpertsConfig:
         has_shared_gate: its output is multiplied by a sigmoid of its own.
         has_gate: see Traits.
         scales_inputs: shares multiply what experts take, not what they give.
+        are_beside: experts, shared expert and router each norm the layer's own state, and what they give is normed,
+            too; a number for each expert multiplies its shares (Gemma 4).
     """
 
     num_experts: int
@@ -269,6 +344,7 @@ class ExpertsConfig:
     has_shared_gate: bool = False
     has_gate: bool = True
     scales_inputs: bool = False
+    are_beside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +361,7 @@ class ModelConfig(Traits):
         factors: what tensors of a layer are multiplied by while they load, by their usual names.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
         recurrence: of its recurrent layers; None: all attend.
+        inputs, streams: None: it has none.
         num_scores: of a classification head in the generating one's place; 0: it has none.
         num_draft_layers: further layers of the checkpoint, which predict later tokens: see mtp_layer.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
@@ -309,6 +386,8 @@ class ModelConfig(Traits):
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     recurrence: RecurrentConfig | None = None
+    inputs: LayerInputs | None = None
+    streams: StreamsConfig | None = None
     activation: str = "silu"
     attention_scale: float | None = None
     attention_cap: float | None = None
@@ -329,6 +408,41 @@ class ModelConfig(Traits):
     def layer(self, index: int) -> LayerConfig:
         return self.layers[index] if self.layers else LayerConfig(self.rope)
 
+    def of_layer(self, index: int) -> "ModelConfig":
+        """The model as if all layers had this one's sizes."""
+        return self.with_sizes(self.layer(index))
+
+    def with_sizes(self, layer: LayerConfig) -> "ModelConfig":
+        named = {name: getattr(layer, name) for name in ("head_dim", "num_kv_heads", "intermediate_size")}
+        own: dict[str, Any] = {name: size for name, size in named.items() if size is not None}
+        if self.experts is not None and self.experts.are_beside and layer.intermediate_size is not None:
+            own["experts"] = replace(self.experts, shared_size=layer.intermediate_size)
+        return replace(self, **own) if own else self
+
+    @property
+    def kinds(self) -> tuple["ModelConfig", ...]:
+        """The model as if all layers had the sizes of one, for each that differs from the others."""
+        layers = (
+            LayerConfig(
+                None,
+                None,
+                head_dim=layer.head_dim,
+                num_kv_heads=layer.num_kv_heads,
+                intermediate_size=layer.intermediate_size,
+            )
+            for layer in self.all_layers
+        )
+        return tuple(map(self.with_sizes, dict.fromkeys(layers)))
+
+    @property
+    def cached_heads(self) -> tuple[tuple[int, int], ...]:
+        """(KV heads, their size) of each layer that caches keys and values, in order."""
+        return tuple(
+            (layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim)
+            for layer in self.all_layers
+            if layer.caches
+        )
+
     @property
     def mtp_layer(self) -> "ModelConfig":
         """The one layer of the head that predicts the token after the next, as a model of its own."""
@@ -341,15 +455,20 @@ class ModelConfig(Traits):
         return self.packed or self.fp8
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The different windows of its layers."""
-        return tuple(dict.fromkeys(layer.window for layer in self.all_layers if layer.attends))
+    def sights(self) -> tuple[Sight, ...]:
+        """The different ones of its layers."""
+        return tuple(dict.fromkeys(layer.sight for layer in self.all_layers if layer.attends))
 
     @property
     def longest_window(self) -> int | None:
         """How many tokens a token depends on in all layers, itself included; None: in some layer on all before it."""
-        known = [window for window in self.windows if window is not None]
-        return max(known) if self.recurrence is None and len(known) == len(self.windows) else None
+        known = [sight.window or sight.chunk for sight in self.sights]
+        lengths = [length for length in known if length is not None]
+        return max(lengths) if self.recurrence is None and len(known) == len(lengths) else None
+
+    def is_cut(self, length: int) -> bool:
+        """Whether some layer sees a part of such a context alone, by chunks."""
+        return any(layer.chunk is not None and layer.chunk < length for layer in self.layers)
 
     @property
     def all_layers(self) -> tuple[LayerConfig, ...]:
@@ -358,11 +477,6 @@ class ModelConfig(Traits):
     @property
     def num_recurrent_layers(self) -> int:
         return sum(layer.is_recurrent for layer in self.layers)
-
-    @property
-    def num_attention_layers(self) -> int:
-        """Those that cache keys and values."""
-        return sum(layer.attends for layer in self.all_layers)
 
     @property
     def query_size(self) -> int:
@@ -393,13 +507,18 @@ class ModelConfig(Traits):
     def num_parameters(self) -> int:
         """Counted once where embeddings are tied."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return sum(map(self._layer_parameters, self.all_layers)) + embeddings + self.hidden_size
+        beside = [own for own in (self.inputs, self.streams) if own is not None]
+        embeddings += sum(own.num_parameters(self.hidden_size, self.num_layers) for own in beside)
+        layers = (self.with_sizes(layer)._layer_parameters(layer) for layer in self.all_layers)
+        return sum(layers) + embeddings + self.hidden_size
 
     def _layer_parameters(self, layer: LayerConfig) -> int:
-        num_norms, found = 0, 0
+        num_norms, found = 0, int(self.has_layer_scale)
         if layer.attends or layer.is_recurrent:
             num_norms += sum(map(bool, self.norms[:2]))
             found += layer.attends * self._attention_parameters + layer.is_recurrent * self._recurrent_parameters
+            if layer.source is not None or not layer.has_values:
+                found -= self._missing_parameters(layer)
         if layer.has_mlp:
             num_norms += sum(map(bool, self.norms[2:]))
             found += self._expert_parameters if layer.is_sparse else self._mlp_parameters
@@ -415,6 +534,11 @@ class ModelConfig(Traits):
         if self.latent is not None:
             return self._latent_parameters
         return (qkv + self.query_size) * self.hidden_size + qk_norms + biases + sinks
+
+    def _missing_parameters(self, layer: LayerConfig) -> int:
+        """Of what _attention_parameters counts, what the layer has no matrices for."""
+        one = self.kv_size * (self.hidden_size + self.qkv_bias)
+        return one if layer.source is None else 2 * one + self.head_dim * (self.qk_norm == "head")
 
     @property
     def _recurrent_parameters(self) -> int:
@@ -452,4 +576,6 @@ class ModelConfig(Traits):
         expert = num_matrices * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
         router = self.hidden_size + self.experts.has_bias + self.experts.has_choice_bias
         shared = self.hidden_size * (num_matrices * self.experts.shared_size + self.experts.has_shared_gate)
+        if self.experts.are_beside:
+            shared += 3 * self.hidden_size + self.experts.num_experts  # norms, and a scale for each
         return self.experts.num_experts * (expert + router) + shared

@@ -32,6 +32,8 @@ class Traits:
         has_gate: the MLP multiplies its activated half by the other; False: it activates all of one matrix.
         has_fused_qkv, has_fused_gate_up: the checkpoint stores these as one matrix.
         are_pairs_adjacent: RoPE rotates neighbouring numbers of a head; False: those half its rotated part apart.
+        has_value_norm: a head's value is normed, without weights.
+        has_layer_scale: what a layer leaves is multiplied by a number of its own.
         has_output_gate: what a head has attended to is multiplied by a sigmoid of its own, which comes with the query.
         renamed: parts of tensors' names that the checkpoint has instead of the usual ones, usual name first.
     """
@@ -45,6 +47,8 @@ class Traits:
     has_fused_gate_up: bool = False
     are_pairs_adjacent: bool = False
     has_output_gate: bool = False
+    has_value_norm: bool = False
+    has_layer_scale: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
 
 
@@ -66,7 +70,8 @@ class ExpertFields:
             but every decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index,
             _interval); "blocks" (what layer_types does not call "moe"); "interleaved" (all but moe_layers, or every
             interleave_moe_layer_step-th).
-        scales_inputs: see core.config.ExpertsConfig.
+        scales_inputs, are_beside: see core.config.ExpertsConfig.
+        switch: a field that must be true for the model to have experts; "": none.
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -84,6 +89,8 @@ class ExpertFields:
     is_optional: bool = False
     dense: str = "none"
     scales_inputs: bool = False
+    are_beside: bool = False
+    switch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +121,9 @@ class Family(Traits):
         has_factors: the checkpoint's matrices are multiplied by factors: Falcon-H1's *_multiplier.
         rotates: which layers that attend have RoPE: "all", "none", "if asked" (position_embedding_type), "listed"
             (no_rope_layers); see windows.
-        has_chunks: layers with RoPE see the tokens of their attention_chunk_size alone; as much context is served.
+        has_chunks: layers with RoPE see the tokens of their attention_chunk_size alone.
+        has_layer_inputs: of hidden_size_per_layer_input; and the last num_kv_shared_layers have no keys and values.
+        has_streams: altup_num_inputs of them.
     """
 
     architecture: str
@@ -140,6 +149,8 @@ class Family(Traits):
     has_factors: bool = False
     rotates: str = "all"
     has_chunks: bool = False
+    has_layer_inputs: bool = False
+    has_streams: bool = False
 
 
 def read_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from core.config import LatentConfig, ModelConfig, RopeConfig
+from core.config import LatentConfig, LayerInputs, ModelConfig, RopeConfig, StreamsConfig
 from core.config_fields import (
     MAX_COUNT,
     MAX_LAYERS,
@@ -38,6 +38,7 @@ from core.config_layers import (
     OLDER_TYPES,
     expert_fields,
     is_mxfp4,
+    layer_widths,
     parse_experts,
     parse_layers,
     parse_recurrence,
@@ -48,7 +49,7 @@ from core.prequantized import parse_fp8, parse_packed, refuse_other_methods
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}  # of Nemotron-H's patterns
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 DEFAULT_POSITIONS = 2048  # of families without a default of their own: transformers' LlamaConfig
 
 # Fields that change the output, and the values under which they do not.
@@ -60,6 +61,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "is_causal": (True, None),
     "use_bidirectional_attention": (False, None),
+    "per_layer_config": (None,),
 }
 
 # Ends of architectures without a head that generates
@@ -96,7 +98,7 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
     return ModelConfig(
         architecture=family.architecture,
         **sizes,
-        max_position=_served_positions(config, family, rope, max_position, context),
+        max_position=_served_positions(config, rope, max_position, context),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
         layers=layers,
@@ -106,6 +108,8 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
         **_traits(config, family),
         experts=parse_experts(config, family),
         recurrence=parse_recurrence(config, family, "recurrence" in biased) if is_recurrent else None,
+        inputs=_layer_inputs(config, family),
+        streams=_streams(config, family),
         activation=_activation(config, family),
         **_scales(config, family, latent),
         tie_embeddings=read_bool(config, "tie_word_embeddings") or _generating(name) != name,
@@ -213,6 +217,8 @@ def _intermediate_size(config: Mapping[str, Any], family: Family) -> int:
     """LFM2's MLP has two thirds of it, times a factor, rounded up; Granite 4's is the shared expert's."""
     if family.experts is not None and expert_fields(config, family) is None:
         return positive_int(config, family.experts.shared_width, at_most=MAX_WIDTH)
+    if isinstance(config.get("intermediate_size"), list) and family.has_streams:
+        return layer_widths(config, positive_int(config, "num_hidden_layers"))[0]
     if "intermediate_size_mlp" in family.defaults:  # Llama 4's dense layers
         return positive_int(config, "intermediate_size_mlp", at_most=MAX_WIDTH)
     size = positive_int(config, "intermediate_size", at_most=MAX_WIDTH)
@@ -237,6 +243,27 @@ def _factors(config: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
         "mlp.down_proj.weight": down,
     }
     return tuple((name, factor) for name, factor in found.items() if factor != 1)
+
+
+def _layer_inputs(config: Mapping[str, Any], family: Family) -> LayerInputs | None:
+    """Gemma 4's larger models have none."""
+    if not family.has_layer_inputs or config.get("hidden_size_per_layer_input") == 0:
+        return None
+    names = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
+    return LayerInputs(*(positive_int(config, name, at_most=MAX_WIDTH) for name in names))
+
+
+def _streams(config: Mapping[str, Any], family: Family) -> StreamsConfig | None:
+    if not family.has_streams:
+        return None
+    num_streams, active = (
+        positive_int(config, "altup_num_inputs", at_most=MAX_LAYERS),
+        count(config, "altup_active_idx"),
+    )
+    if active >= num_streams:
+        raise bad_field(f"altup_active_idx={active} is none of altup_num_inputs={num_streams}.")
+    rank = positive_int(config, "laurel_rank", at_most=MAX_WIDTH)
+    return StreamsConfig(num_streams, active, rank, read_bool(config, "altup_correct_scale", True))
 
 
 def _latent(config: Mapping[str, Any]) -> LatentConfig:
@@ -287,6 +314,8 @@ def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) ->
     if family.has_partial_rope:
         del neutral["partial_rotary_factor"]
     neutral |= family.neutral
+    if "global_head_dim" in family.defaults:
+        del neutral["per_layer_config"]
     if family.windows == "none":
         neutral["use_sliding_window"] = (False, None)
     for name, values in neutral.items():
@@ -325,6 +354,8 @@ def _scales(config: Mapping[str, Any], family: Family, latent: LatentConfig | No
             "logits_scale": 1 / positive_float(config, "logits_scaling", 1.0),
         }
     scales: dict[str, Any] = {}
+    if family.has_layer_inputs:
+        scales |= {"attention_scale": 1.0, "logits_cap": optional_float(config, "final_logit_softcapping")}
     if family.has_scaled_embedding:
         scales["embedding_scale"] = positive_int(config, "hidden_size") ** 0.5
     if "query_pre_attn_scalar" in family.defaults:
@@ -357,7 +388,8 @@ def _ropes(
     def parse(part: Mapping[str, Any]) -> RopeConfig:
         merged = {"rope_theta": 10_000.0, **beside, **part}
         neutral = _NEUTRAL["partial_rotary_factor"]
-        if not family.has_partial_rope and merged.get("partial_rotary_factor") not in neutral:
+        is_partial = family.has_partial_rope or merged.get("rope_type") == "proportional"
+        if not is_partial and merged.get("partial_rotary_factor") not in neutral:
             raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
         if family.has_mrope and merged.get("rope_type", merged.get("type")) == "mrope":
             merged["rope_type"] = "default"
@@ -370,17 +402,10 @@ def _ropes(
     return parse(full), parse({"rope_theta": theta, **local})
 
 
-def _served_positions(
-    config: Mapping[str, Any], family: Family, rope: RopeConfig, max_position: int, context: int | None
-) -> int:
-    """Yarn stretches the original context it names; longrope's short factors are for the original one.
-
-    Llama 4's chunks are computed as far as there is one.
-    """
+def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int, context: int | None) -> int:
+    """Yarn stretches the original context it names; longrope's short factors are for the original one."""
     if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
         return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
-    if family.has_chunks and config.get("attention_chunk_size") is not None:
-        return min(max_position, positive_int(config, "attention_chunk_size"))
     if rope.kind == "longrope" and not _is_long(rope, context):
         return min(max_position, rope.original_max_position)
     return max_position
@@ -421,6 +446,8 @@ def _rope(
         raise unsupported_field("llama_4_scaling_beta", growth, (None,))
     theta = positive_float(given, "rope_theta")
     partial = positive_float(given, "partial_rotary_factor", 1.0)
+    if kind == "proportional" and partial <= 1:
+        return RopeConfig(theta, kind, factor=positive_float(given, "factor", 1.0), turning=partial)
     if partial > 1 or int(head_dim * partial) % 2 or int(head_dim * partial) == 0:
         raise bad_field(f"partial_rotary_factor={partial} of head_dim={head_dim} is not a number of pairs.")
     rope = RopeConfig(theta, partial=partial)

@@ -20,6 +20,7 @@ from core.config_fields import (
 from core.prequantized import parse_fp8, parse_packed
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+SPARSITY, NUM_SPARSE = 0.95, 10  # Gemma 3n's, of its first layers, where config.json does not say
 OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # before transformers 5
 
 
@@ -32,6 +33,8 @@ def parse_layers(
     window = positive_int(config, "sliding_window") if any(is_windowed) else None
     is_recurrent = _recurrent_layers(config, family, num_layers)
     is_sparse = _sparse_layers(config, family, num_layers)
+    chunk = _chunk(config) if family.has_chunks else None
+    of_layers = _layer_differences(config, family, is_windowed) if family.has_layer_inputs else [{}] * num_layers
     layers = []
     for index in range(num_layers):
         recurrent, windowed = is_recurrent[index], is_windowed[index]
@@ -40,11 +43,86 @@ def parse_layers(
             attends = config["layer_types"][index] == "full_attention"
             has_mlp = not attends and not recurrent
         own_rope: RopeConfig | None = local_rope if windowed else rope
+        own_chunk = chunk
         if not attends or not is_rotated[index]:
-            own_rope = _unturned(config) if family.has_chunks else None
+            own_rope, own_chunk = _unturned(config) if family.has_chunks else None, None
         own_window = window if windowed else None
-        layers.append(LayerConfig(own_rope, own_window, is_sparse[index], recurrent, attends, has_mlp))
+        mixer = recurrent, attends, has_mlp, own_chunk
+        layers.append(LayerConfig(own_rope, own_window, is_sparse[index], *mixer, **of_layers[index]))
     return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
+
+
+def _chunk(config: Mapping[str, Any]) -> int | None:
+    """Llama 4's layers with RoPE."""
+    chunk = count(config, "attention_chunk_size")
+    if chunk % BLOCK_SIZE:
+        raise unsupported_field("attention_chunk_size", chunk, (f"a multiple of {BLOCK_SIZE}",))
+    return chunk or None
+
+
+def _layer_differences(config: Mapping[str, Any], family: Family, is_windowed: list[bool]) -> list[dict[str, Any]]:
+    """Gemma 3n and 4: sizes of heads and MLPs, and whose keys and values a layer attends over."""
+    num_layers = len(is_windowed)
+    first_shared = num_layers - count(config, "num_kv_shared_layers")
+    widths = layer_widths(config, num_layers)
+    sparsity = _sparsity(config, num_layers) if family.has_streams else [0.0] * num_layers
+    found: list[dict[str, Any]] = [{"sparsity": one} for one in sparsity]
+    for index, own in enumerate(found):
+        if index >= first_shared:
+            sources = [one for one in range(first_shared) if is_windowed[one] == is_windowed[index]]
+            if not sources:
+                raise bad_field(f"num_kv_shared_layers={num_layers - first_shared} leaves layer {index} no keys.")
+            own["source"] = sources[-1]
+            if config.get("use_double_wide_mlp"):
+                widths[index] *= 2
+        elif config.get("attention_k_eq_v") and not is_windowed[index]:
+            own["has_values"] = False
+        if widths[index] != widths[0]:
+            own["intermediate_size"] = widths[index]
+        own |= _head_sizes(config, index, is_windowed[index]) if "global_head_dim" in family.defaults else {}
+    return found
+
+
+def _head_sizes(config: Mapping[str, Any], index: int, is_windowed: bool) -> dict[str, int]:
+    """Gemma 4's layers without a window; transformers 5 writes per_layer_config."""
+    named, given = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}, config.get("per_layer_config")
+    own: Any = {"head_dim": config["global_head_dim"]}
+    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = config["num_global_key_value_heads"]
+    if given is not None:
+        own = given.get(str(index), {}) if isinstance(given, Mapping) else given
+    if not isinstance(own, Mapping) or not own.keys() <= named.keys():
+        raise unsupported_field("per_layer_config", given, tuple(named))
+    if given is None and is_windowed:
+        return {}
+    sizes = {named[name]: positive_int(own, name, at_most=MAX_WIDTH) for name in own}
+    heads, head_dim = positive_int(config, "num_attention_heads"), sizes.get("head_dim", 2)
+    if heads % sizes.get("num_kv_heads", 1) or head_dim % 2 or heads * head_dim > MAX_WIDTH:
+        raise bad_field(f"heads of {own!r} in layer {index} are odd, or not a divisor of num_attention_heads={heads}.")
+    return {
+        name: size
+        for name, size in sizes.items()
+        if size != config.get({"num_kv_heads": "num_key_value_heads"}.get(name, name))
+    }
+
+
+def layer_widths(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Of MLPs: intermediate_size is of all layers, or of each (Gemma 3n)."""
+    given = config.get("intermediate_size")
+    listed = given if isinstance(given, list) else [given] * num_layers
+    if len(listed) != num_layers:
+        raise bad_field(f"intermediate_size has {len(listed)} numbers for {num_layers} layers.")
+    return [positive_int({"intermediate_size": one}, "intermediate_size", at_most=MAX_WIDTH) for one in listed]
+
+
+def _sparsity(config: Mapping[str, Any], num_layers: int) -> list[float]:
+    listed = config.get("activation_sparsity_pattern")
+    if listed is None:
+        return [SPARSITY if num_layers > NUM_SPARSE and index < NUM_SPARSE else 0.0 for index in range(num_layers)]
+    is_list = isinstance(listed, list) and len(listed) == num_layers
+    if not is_list or any(not isinstance(one, int | float) or not 0 <= one < 1 for one in listed):
+        raise bad_field(f"activation_sparsity_pattern={listed!r} is not a list of {num_layers} parts of 1.")
+    return [float(one) for one in listed]
 
 
 def _unturned(config: Mapping[str, Any]) -> RopeConfig | None:
@@ -171,7 +249,9 @@ def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -
 def expert_fields(config: Mapping[str, Any], family: Family) -> ExpertFields | None:
     """None: the model has no experts."""
     fields = family.experts
-    return None if fields is None or (fields.is_optional and config.get(fields.count[0]) == 0) else fields
+    if fields is None or (fields.is_optional and config.get(fields.count[0]) == 0):
+        return None
+    return None if fields.switch and not read_bool(config, fields.switch) else fields
 
 
 def parse_experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
@@ -205,6 +285,7 @@ def parse_experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | 
         has_shared_gate=fields.has_shared_gate,
         has_gate=family.has_gate,
         scales_inputs=fields.scales_inputs,
+        are_beside=fields.are_beside,
         **(_groups(config, num_experts, num_active) if fields.has_groups else {}),
     )
     widths = (positive_int(config, "hidden_size"), experts.intermediate_size)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from itertools import combinations, zip_longest
+from itertools import combinations
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -37,24 +37,6 @@ MAX_TAGS = 128
 # fill their context with blanks.
 WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
-MAX_GRAMMAR_BYTES = 128 * 1024
-MAX_RULES = 500
-NO_END = "no text of the rule {} has an end, as it needs itself. Give it an alternative that does not."
-MAX_BRACKETS = 64  # open at once, in a grammar
-# Of grammars, where brackets stand for themselves: texts, classes or expressions, and comments. Unclosed ones are found
-# as well, and nothing is tried twice: expressions that backtrack over a client's text would take minutes, with the GIL.
-_GBNF_TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*"?|\[(?:[^\]\\]++|\\.)*\]?|#[^\r\n]*+', re.DOTALL)
-_LARK_TEXTS = re.compile(r'"(?:[^"\\\n]++|\\.)*"?|/(?!/)(?:[^/\\\n]++|\\.)+/?|(?://|#)[^\n]*+')
-# Of Lark's: tokens of the model by name or id, other grammars, and attributes of rules that no text shows, or that take
-# text out of the answer
-_LARK_REFUSED = re.compile(
-    r"<[^>\n]*>?|%json\b|@\w+|\b(?:temperature|stop|stop_capture)\s*=|(?:(?<=\w\[)|(?<=,))\s*+capture\b"
-    r"|(?<=%llguidance)\s*\{[^}]*[^\s}][^}]*\}?"
-)
-_LARK_HEAD = re.compile(r"^[ \t]*+[?!]?(?P<name>\w++)(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*+:(?!:)", re.MULTILINE)
-_LARK_PARTS = re.compile(r"->\s*\w+|'|\w+|[()\[\]|?*+]|(?:~|\{)\s*\d+")
-_RULE = re.compile(r"^[ \t]*+[?!]?[\w.\-]++[^\n:]*+:", re.MULTILINE)
-_GBNF_ROOT = re.compile(r"^[ \t]*+root\s*+::=", re.MULTILINE)
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 2**53  # beyond it the library rounds
 ANNOTATIONS = frozenset(
@@ -235,7 +217,7 @@ def json_schema(schema: object, param: str, allowance: Allowance | None = None) 
                 _check_repeats(pattern, f"{path}.patternProperties", param)
     check_answerable(schema, param, allowance)
     source = msgspec.json.encode(_as_held(schema, param, allowance)).decode()  # json's holds the GIL ten times as long
-    return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
+    return bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
 def _as_read(pattern: str) -> str:
@@ -278,7 +260,7 @@ def in_ascii(pattern: str) -> str:
 
 def regex(pattern: str, param: str) -> GrammarSpec:
     """The whole answer matches. Raises InvalidRequest: it is too long, or repeats too much."""
-    spec = _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
+    spec = bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
     _check_repeats(pattern, param, param)
     return spec
 
@@ -317,7 +299,7 @@ def choice(texts: Sequence[str], param: str) -> GrammarSpec:
     """The answer is one of the texts. Raises InvalidRequest: there is none, or too many."""
     if not texts or len(texts) > MAX_CHOICES:
         raise InvalidRequest(f"{param} must have 1 to {MAX_CHOICES} choices.", param)
-    return _bounded(GrammarSpec(GrammarKind.REGEX, "|".join(map(_escaped, texts)), param))
+    return bounded(GrammarSpec(GrammarKind.REGEX, "|".join(map(_escaped, texts)), param))
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +340,7 @@ def tagged_text(
     some = one if stops else f"{one}+ TEXT"
     lines.append(f"start: {some}" if at_least_one else f"start: TEXT | {some}")
     schemas = tuple(tag.content for tag in tags if isinstance(tag.content, GrammarSpec))
-    return _bounded(GrammarSpec(GrammarKind.TAGGED, "\n".join(lines), param, schemas=schemas))
+    return bounded(GrammarSpec(GrammarKind.TAGGED, "\n".join(lines), param, schemas=schemas))
 
 
 def _tag_in_lark(tag: Tag, num_begun: int) -> str:
@@ -376,106 +358,8 @@ def json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def client_grammar(source: str, param: str) -> GrammarSpec:
-    """In Lark's notation, or in GBNF, which has a rule for root. Raises InvalidRequest: it is too long."""
-    if len(source.encode()) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"{param} is larger than {MAX_GRAMMAR_BYTES // 1024} KiB.", param)
-    if len(_RULE.findall(source)) > MAX_RULES:
-        raise InvalidRequest(f"{param} has more than {MAX_RULES} rules.", param)
-    if source.count("&") + source.count("~") > MAX_INTERSECTED:
-        raise InvalidRequest(f"{param} has more than {MAX_INTERSECTED} of & and ~.", param)
-    is_gbnf = _GBNF_ROOT.search(source) is not None
-    texts = _GBNF_TEXTS if is_gbnf else _LARK_TEXTS
-    blanked = texts.sub(_blank, source)
-    if not is_gbnf and (found := _LARK_REFUSED.search(blanked)):
-        offset = found.end() - len(found[0].lstrip())
-        word, place = source[offset : found.end()][:MAX_SHOWN], place_in(source, offset)
-        why = "Send a schema by itself." if word == "%json" else "Leave it out."
-        raise InvalidRequest(f"{param}: {place}: {word!r} cannot be held: answers are text. {why}", param)
-    heads = [] if is_gbnf else [*_LARK_HEAD.finditer(blanked)]
-    for name in endless(dict(_lark_rules(blanked, heads))):
-        offset = next(head.start("name") for head in heads if head["name"] == name)
-        raise InvalidRequest(f"{param}: {place_in(source, offset)}: {NO_END.format(name)}", param)
-    num_open = deepest = 0
-    for bracket in re.findall(r"[(\[{)\]}]", blanked):
-        num_open += 1 if bracket in "([{" else -1
-        deepest = max(deepest, num_open)
-    if deepest > MAX_BRACKETS:
-        raise InvalidRequest(f"{param} has more than {MAX_BRACKETS} brackets open at once.", param)
-    return _bounded(GrammarSpec(GrammarKind.GBNF if is_gbnf else GrammarKind.LARK, source, param))
-
-
-def _blank(text: re.Match[str]) -> str:
-    """As long, without what may look like rules and brackets: ' for a text, nothing for a comment."""
-    first = " " if text[0].startswith(("//", "#")) else "'"
-    return first + re.sub(r"[^\n]", " ", text[0][1:])
-
-
 def place_in(source: str, offset: int) -> str:
     return f"line {source.count(chr(10), 0, offset) + 1}, column {offset - source.rfind(chr(10), 0, offset)}"
-
-
-def _lark_rules(blanked: str, heads: Sequence[re.Match[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Each rule with its parts, for `endless`; those with what is not understood here have none."""
-    for head, behind in zip_longest(heads, heads[1:]):
-        body = blanked[head.end() : behind.start() if behind else None].partition("\n%")[0]
-        is_known = not re.search("[%@:]|-(?!>)", body)
-        yield head["name"], _LARK_PARTS.findall(body) if is_known else []
-
-
-def repeats(source: str) -> bool:
-    """Whether a rule in Lark's notation needs itself or repeats a part: answers may be read in ever more ways."""
-    blanked = _LARK_TEXTS.sub(_blank, source)
-    found = dict(_lark_rules(blanked, [*_LARK_HEAD.finditer(blanked)]))
-    rules = {name: parts for name, parts in found.items() if not name.isupper()}  # others are expressions
-    if any(not parts or any(part[0] in "*+~{" for part in parts) for parts in rules.values()):
-        return True
-    known = set[str]()
-    while more := {name for name, parts in rules.items() if rules.keys() & {*parts} <= known} - known:
-        known |= more
-    return len(known) < len(rules)
-
-
-def endless(rules: Mapping[str, Sequence[str]]) -> list[str]:
-    """Rules that no text satisfies, as each of their alternatives needs one of them.
-
-    Args:
-        rules: by name, with their parts: names, brackets, bars, and counts with the least first. Others are texts.
-    """
-    alternatives: list[tuple[str, list[str]]] = []  # with the rules that they need; a bracket is a rule of its own
-    for name, parts in rules.items():
-        opened: list[tuple[str, list[str]]] = [(name, [])]
-        last = ""  # the rule that came last
-        for i, part in enumerate(parts):
-            rule, needed = opened[-1]
-            if part in ("(", "["):
-                opened.append((f"{name}({i}", []))
-            elif part == "|" or (part in (")", "]") and len(opened) > 1):
-                alternatives.append(opened.pop())
-                if part == "|":
-                    opened.append((rule, []))
-                elif part == ")":
-                    opened[-1][1].append(rule)
-            elif re.match(r"[?*]|[~{]\s*0", part) and needed and needed[-1] == last:
-                needed.pop()
-            elif part in rules:
-                needed.append(part)
-            last = opened[-1][1][-1] if opened[-1][1] and (part in rules or part == ")") else ""
-        alternatives += opened
-    users: dict[str, list[int]] = {}
-    for number, (_, needed) in enumerate(alternatives):
-        for one in needed:
-            users.setdefault(one, []).append(number)
-    missing = [len(needed) for _, needed in alternatives]
-    ready, ended = [rule for rule, needed in alternatives if not needed], set[str]()
-    while ready:
-        if (rule := ready.pop()) not in ended:
-            ended.add(rule)
-            for number in users.get(rule, ()):
-                missing[number] -= 1
-                if not missing[number]:
-                    ready.append(alternatives[number][0])
-    return [name for name in rules if name not in ended]
 
 
 def check_depth(schema: Any, param: str, allowance: Allowance) -> None:
@@ -643,6 +527,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "pattern": (lambda value: isinstance(value, str), "a regular expression"),
     "nullable": (lambda value: isinstance(value, bool), "true or false"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(_SCHEMAS_BY_NAME, (lambda value: isinstance(value, dict), "an object of schemas")),
     **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
     **{
         least + what: (_is_whole, "a whole number, at least 0")
@@ -681,9 +566,9 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
     properties, required = schema.get("properties", {}), set(schema.get("required", ()))
-    if isinstance(properties, dict) and len(properties.keys() - required) > MAX_OPTIONAL:
+    if len(properties.keys() - required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
-    if isinstance(properties, dict) and _counts_optional(schema):
+    if _counts_optional(schema):
         known = {"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"}
         is_closed = schema.get("type") == "object" and schema.get("additionalProperties") is False
         num_subsets = 2 ** (len(properties) - len(required))
@@ -705,7 +590,7 @@ def _is_of_numbers(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") in ("integer", "number")
 
 
-def _bounded(spec: GrammarSpec) -> GrammarSpec:
+def bounded(spec: GrammarSpec) -> GrammarSpec:
     if len(spec.source.encode()) > MAX_SOURCE_BYTES:
         raise InvalidRequest(f"{spec.param} is larger than {MAX_SOURCE_BYTES // 1024} KiB.", spec.param)
     return spec
@@ -736,8 +621,6 @@ def keywords_of(schema: Any, path: str, depth: int = 0, param: str = "") -> Iter
         yield path, keyword, value
         at = f"{path}.{keyword}"
         if keyword in _SCHEMAS_BY_NAME:
-            if not isinstance(value, dict):
-                raise InvalidRequest(f"{at} must be an object of schemas.", param)
             for name, one in value.items():
                 yield from keywords_of(one, f"{at}.{name}", depth + 1, param)
         elif keyword in _SCHEMA_LISTS:

@@ -20,13 +20,25 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each fre
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MOST_DRAFT_LAYERS = 64
 SCORINGS = ("softmax", "sigmoid")  # expert_gating_func, from 1 on
+NEVER = 1e29  # a divisor of frequencies that leaves no turning
 _TOLERANCE = 1e-4  # relative; the factors were computed in float32
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2's last norm
     "output.weight": "lm_head.weight",
+    **{
+        f"{name}.weight": f"model.{own}.weight"
+        for name, own in {
+            "per_layer_token_embd": "embed_tokens_per_layer",
+            "per_layer_model_proj": "per_layer_model_projection",
+            "per_layer_proj_norm": "per_layer_projection_norm",
+        }.items()
+    },
 }
+# Of several matrices, one after the other
+_STACKED_NAMES = {"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"}
 # Of a layer that predicts later tokens, beside what every layer has
 _DRAFT_NAMES = {
     f"nextn.{name}.weight": f"{own}.weight"
@@ -173,6 +185,51 @@ _NEMOTRON = GgufFamily(
     },
 )
 
+_LAYER_INPUTS = {
+    **_GEMMA,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_STREAMS = {
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_LAYER_INPUT_FIELDS = {
+    **_GEMMA_FIELDS,
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+}
+
+_LFM2 = GgufFamily(
+    "lfm2",
+    {
+        **{
+            name: f"self_attn.{own}" for name, own in (("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj"))
+        },
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "attn_output": "self_attn.out_proj",
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+    },
+    {
+        f"shortconv.{name}.{kind}": f"conv.{name}.{kind}"
+        for name in ("in_proj", "conv", "out_proj")
+        for kind in ("weight", "bias")
+    },
+    fields={"conv_L_cache": "shortconv.l_cache"},
+    constants={"block_auto_adjust_ff_dim": False},  # the length says what it comes to
+)
+
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
     "qwen2": GgufFamily("qwen2"),
@@ -263,6 +320,84 @@ GGUF_FAMILIES = {
         fields={**_GEMMA_FIELDS, "rope_local_base_freq": "rope.freq_base_swa"},
         whole_width_layers=62,
     ),
+    "arcee": GgufFamily("arcee", are_heads_turned=True),
+    "ernie4_5-moe": GgufFamily(
+        "ernie4_5_moe",
+        {**_LLAMA, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        _EXPERTS,
+        fields={
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+        constants={"moe_layer_end_index": -1},
+    ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        {**_ATTENTION, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        {
+            "attn_sinks.weight": "self_attn.sinks",
+            **{f"ffn_{name}_exps.bias": f"mlp.experts.{name}_proj_bias" for name in ("gate", "up", "down")},
+        },
+        _EXPERTS,
+        fields={
+            "sliding_window": "attention.sliding_window",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        layer_names={**_LFM2.layer_names, "ffn_gate_inp": "feed_forward.gate"},
+        whole_names={**_LFM2.whole_names, "exp_probs_b.bias": "feed_forward.expert_bias"},
+        expert_names={
+            f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{short}"
+            for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+        fields={**_EXPERT_FIELDS, **_LFM2.fields, "first_k_dense_replace": "leading_dense_block_count"},
+        constants={},
+    ),
+    "gemma3n": GgufFamily(
+        "gemma3n_text",
+        {**_LAYER_INPUTS, **_STREAMS},
+        {"altup_correct_scale.weight": "altup.correct_output_scale"},
+        fields={
+            **_LAYER_INPUT_FIELDS,
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "altup_active_idx": "altup.active_idx",
+            "altup_num_inputs": "altup.num_inputs",
+        },
+    ),
+    "gemma4": GgufFamily(
+        "gemma4_text",
+        {
+            **_LAYER_INPUTS,
+            "ffn_gate_inp": "router.proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        {
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        {f"ffn_{name}_exps": f"experts.{{}}.{name}_proj" for name in ("gate_up", "down")},
+        fields={
+            **_LAYER_INPUT_FIELDS,
+            "head_dim": "attention.key_length_swa",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+    ),
 }
 # Mixtral's files say llama, and have experts
 MIXTRAL = GgufFamily(
@@ -308,19 +443,18 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     family, drafts = _family(file), _draft_layers(file.metadata)
     found: dict[str, GgufTensor] = {}
     for name, stored in file.tensors.items():
-        match, tensor = _LAYER_NAME.fullmatch(name), replace(stored, shape=_shape(name, stored.shape))
+        match, tensor = _LAYER_NAME.fullmatch(name), replace(stored, shape=_shape(name, stored.shape, family))
         _, index, within = (*name.split(".", 2), "", "")[:3]
         if name == ROPE_FACTORS:
             continue
-        if match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
-            stem = f"model.layers.{match[1]}.{family.expert_names[match[2]]}.{match[3]}"
-            num_experts, *shape = tensor.shape
-            size = tensor.size_bytes // max(1, num_experts)  # of whole rows of blocks
-            for number in range(num_experts):
-                offset = tensor.offset + number * size
-                found[stem.format(number)] = GgufTensor(tuple(shape), tensor.format, offset, size)
-        elif within in family.whole_names:
+        stack = _STACKED_NAMES.get(name.removesuffix(".weight"))
+        if within in family.whole_names:
             found[f"model.layers.{index}.{family.whole_names[within]}"] = tensor
+        elif match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
+            stem = f"model.layers.{match[1]}.{family.expert_names[match[2]]}.{match[3]}"
+            found |= {stem.format(number): one for number, one in enumerate(_matrices(tensor))}
+        elif stack is not None and len(tensor.shape) == 3:
+            found |= {f"{stack}.{number}.weight": one for number, one in enumerate(_matrices(tensor))}
         elif match is not None and match[2] in family.layer_names:
             found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
         elif name.startswith("blk.") and index in drafts:
@@ -333,12 +467,21 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     return found
 
 
-def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _matrices(tensor: GgufTensor) -> list[GgufTensor]:
+    """Of a stack of them, each as a tensor."""
+    count, *shape = tensor.shape
+    size = tensor.size_bytes // max(1, count)  # of whole rows of blocks
+    return [GgufTensor(tuple(shape), tensor.format, tensor.offset + number * size, size) for number in range(count)]
+
+
+def _shape(name: str, shape: tuple[int, ...], family: GgufFamily) -> tuple[int, ...]:
     """What Hugging Face's tensor has; a file leaves out dimensions of 1, or has more of them."""
     kind = (*name.split("."), "", "", "")[2]
     if kind == "ffn_gate_inp_shexp" and len(shape) == 1:
         return 1, *shape
-    if kind == "ssm_conv1d" and len(shape) == 2:
+    if kind == "exp_probs_b" and family.model_type == "ernie4_5_moe":
+        return 1, *shape
+    if (kind == "ssm_conv1d" or name.endswith(".shortconv.conv.weight")) and len(shape) == 2:
         return shape[0], 1, shape[1]
     return (math.prod(shape),) if kind in ("ssm_a", "ssm_d", "ssm_norm") else shape
 
@@ -410,7 +553,7 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "num_key_value_heads": _common(fields.get("attention.head_count_kv", fields["attention.head_count"])),
         "head_dim": head_dim,
         "rope_theta": fields.get("rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(fields, rope_factors, head_dim),
+        **_ropes(fields, family, rope_factors, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
@@ -449,9 +592,16 @@ def _family_fields(
         found["partial_rotary_factor"] = _count(fields, "rope.dimension_count") / (head_dim or 1)
     if family.family.qk_norm_field:
         found[family.family.qk_norm_field] = "blk.0.attn_q_norm.weight" in file.tensors
-    if family.family.recurrence:
+    if family.family.recurrence == "mamba":
         found |= _space_fields(file, family, fields)
-    biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down"}
+    if family.family.recurrence == "conv":
+        heads = fields.get("attention.head_count_kv")
+        if not isinstance(heads, list) or len(heads) != num_layers:
+            raise _bad(f"attention.head_count_kv is {heads!r}, not of {num_layers} layers")
+        found["layer_types"] = ["full_attention" if count else "conv" for count in heads]
+    if family.family.has_layer_inputs:
+        found |= _layer_input_fields(file, family, fields)
+    biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down", "recurrence": "shortconv.conv"}
     for name, parts in family.family.biases.items():
         if name:
             found[name] = f"blk.0.{biased[parts[-1]]}.bias" in file.tensors
@@ -484,6 +634,38 @@ def _space_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str, Any])
     kind = "rope" if fields.get("rope.scaling.finetuned") else "nope"
     own = {"num_local_experts": fields.get("expert_count", 0), "position_embedding_type": kind}
     return {**found, **own, "layer_types": kinds}
+
+
+def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Gemma 3n and 4, whose layers differ."""
+    num_layers, embedding = _num_layers(file, fields), file.tensors.get("per_layer_token_embd.weight")
+    found: dict[str, Any] = {"sliding_window_pattern": None, "hidden_size_per_layer_input": 0}
+    if embedding is not None:
+        found["hidden_size_per_layer_input"] = _count(fields, "embedding_length_per_layer_input")
+        found["vocab_size_per_layer_input"] = embedding.shape[0]
+    windowed = fields.get("attention.sliding_window_pattern")
+    if not isinstance(windowed, list) or len(windowed) != num_layers:
+        raise _bad(f"attention.sliding_window_pattern is {windowed!r}, not of {num_layers} layers")
+    found["layer_types"] = [("full_attention", "sliding_attention")[bool(one)] for one in windowed]
+    if family.family.has_streams:
+        left, scales = file.tensors.get("blk.0.laurel_l.weight"), fields.get("activation_sparsity_scale")
+        found["laurel_rank"] = 0 if left is None else left.shape[0]
+        if not isinstance(scales, list) or not all(isinstance(one, float) for one in scales):
+            raise _bad(f"activation_sparsity_scale is {scales!r}")
+        return {**found, "activation_sparsity_pattern": [(1 + math.erf(one / math.sqrt(2))) / 2 for one in scales]}
+    widths, heads = fields["feed_forward_length"], fields.get("attention.head_count_kv")
+    if isinstance(widths, list) and widths:
+        found |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths[-1] != widths[0]}
+    own: dict[str, Any] = {"head_dim": _count(fields, "attention.key_length")}
+    if isinstance(heads, list) and len(heads) == num_layers:
+        of_windows = [count for count, has_window in zip(heads, windowed, strict=True) if has_window]
+        found["num_key_value_heads"] = (of_windows or heads)[0]
+        own["num_key_value_heads"] = next((count for count in heads if count != found["num_key_value_heads"]), heads[0])
+    whole = [index for index, has_window in enumerate(windowed) if not has_window]
+    found["per_layer_config"] = {str(index): own for index in whole}
+    has_own = range(num_layers - fields.get("attention.shared_kv_layers", 0))
+    lacks = [index for index in whole if index in has_own and f"blk.{index}.attn_v.weight" not in file.tensors]
+    return {**found, "attention_k_eq_v": bool(lacks), "enable_moe_block": bool(fields.get("expert_count"))}
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -527,7 +709,10 @@ def _refuse_output_changing(
     experts = family.family.experts
     holds: dict[str, Callable[[Any], bool]] = {
         "expert_count": lambda value: value == 0,
-        "rope.scaling.type": lambda value: value in ("none", "linear"),
+        "rope.scaling.type": lambda value: value in ("none", "linear", "yarn"),
+        "rope.scaling.yarn_log_multiplier": lambda value: value == 0,
+        "rope.scaling.yarn_ext_factor": lambda value: value == 1,
+        "rope.scaling.yarn_attn_factor": lambda value: value == 1,
         "rope.dimension_count": lambda value: (
             value == key_length or family.family.has_partial_rope or family.family.rotates == "none"
         ),
@@ -556,6 +741,25 @@ def _refuse_output_changing(
             )
 
 
+def _ropes(
+    fields: Mapping[str, Any], family: GgufFamily, factors: tuple[float, ...] | None, head_dim: int | None
+) -> dict[str, Any]:
+    """Gemma 4's layers without a window turn the first pairs of a head; the others' frequencies are next to 0."""
+    if family.model_type != "gemma4_text":
+        scaling = _rope_scaling(fields, factors, head_dim)
+        if scaling is not None and family.model_type == "gpt_oss":
+            scaling["truncate"] = False  # as its config.json has it
+        return {"rope_scaling": scaling}
+    turning = sum(factor == 1 for factor in factors or ())
+    if factors is not None and (factors[:turning] != (1.0,) * turning or min(factors[turning:], default=NEVER) < NEVER):
+        raise UnsupportedModel(f"GGUF: {ROPE_FACTORS} is not Gemma 4's.", "use the model's safetensors.")
+    whole = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base", 1e6)}
+    if factors:
+        whole |= {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
+    windowed = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base_swa", 1e4)}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": windowed}}
+
+
 def _rope_scaling(
     fields: Mapping[str, Any], factors: tuple[float, ...] | None, head_dim: int | None
 ) -> dict[str, Any] | None:
@@ -567,6 +771,11 @@ def _rope_scaling(
     # llama.cpp's load_hparams: a factor without a type means linear; scale_linear is its older name
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
     kind = fields.get("rope.scaling.type", None if factor is None else "linear")
+    if kind == "yarn":
+        names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
+        found = {name: _need(fields, f"rope.scaling.{key}") for name, key in names.items()}
+        betas = {name: fields.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        return {"rope_type": "yarn", **found, **{name: value for name, value in betas.items() if value is not None}}
     if kind == "linear":
         return {"rope_type": "linear", "factor": _need(fields, "rope.scaling.factor") if factor is None else factor}
     return None

@@ -1,6 +1,6 @@
 """Compiles what holds an answer (core/constraints.py) for a model's vocabulary, and follows it token by token.
 
-llguidance computes which tokens may come next; GBNF is translated into its notation here. A `Grammar` is frozen and
+llguidance computes which tokens may come next. A `Grammar` is frozen and
 shared by requests; each sequence has a `GrammarState` of its own. No I/O. Thread: compilation wherever it is offloaded
 to, states the engine's.
 """
@@ -8,7 +8,7 @@ to, states the engine's.
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,22 +19,19 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from core.client_grammars import GbnfReader, repeats
 from core.constraints import (
     ENFORCED,
     FORMATS,
-    MAX_REPEATED,
     NO_CONTROL,
-    NO_END,
     WHITESPACE,
     Allowance,
     GrammarKind,
     GrammarSpec,
     check_answerable,
-    endless,
     escapes_in,
     keywords_of,
     place_in,
-    repeats,
 )
 from core.errors import InvalidRequest
 
@@ -68,7 +65,6 @@ SLICES = [
     *(f"{_TEXT}{{1,{most}}}" for most in (7, 10, 16, 30)),
     f"{_TEXT}+",
 ]
-MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
 _ITEMS = "Too many items"  # of the parser, which every answer has for itself
 _MISPLACED = re.compile("doesn't satisfy the grammar|out of range")
@@ -347,7 +343,7 @@ class GrammarCompiler:
             case GrammarKind.TAGGED:
                 inner = f'{{"lark_grammar": {json.dumps(source)}'
             case GrammarKind.LARK | GrammarKind.GBNF:
-                lark = source if spec.kind is GrammarKind.LARK else _GbnfReader(source, spec.param).in_lark()
+                lark = source if spec.kind is GrammarKind.LARK else GbnfReader(source, spec.param).in_lark()
                 inner = f'{{"lark_grammar": {json.dumps(lark)}'
         grammars = f"{inner}}}"
         if spec.frame:
@@ -483,196 +479,6 @@ def _place_of(error: str, spec: GrammarSpec) -> tuple[str, str]:
                 if words.format(str(one).replace("\n", "\\n")) in error:
                     return f"{path}.{keyword}", str(one)
     return spec.param, ""
-
-
-_GBNF_TOKENS = re.compile(
-    r"""(?P<blank>\s+|\#[^\r\n]*)|(?P<name>[\w-]+)|(?P<defines>::=)|(?P<text>"(?:[^"\\]|\\.)*")|(?P<set>\[(?:[^\]\\]|\\.)*\])"""
-    r"""|(?P<count>[*+?]|\{\s*\d{1,9}\s*(?:,\s*(?:\d{1,9}\s*)?)?\})|(?P<mark>[()|.])|(?P<unknown>(?s:.))""",
-    re.DOTALL,
-)
-_GBNF_CHARACTER = re.compile(
-    r"\\(?:x(?P<x>[\da-fA-F]{2})|u(?P<u>[\da-fA-F]{4})|U(?P<U>[\da-fA-F]{8})|(?P<plain>[nrt\"\\\[\]-]))|(?P<self>[^\\])",
-    re.DOTALL,
-)
-_PLAIN = {"n": "\n", "r": "\r", "t": "\t"}
-
-
-class _GbnfReader:
-    """Reads llama.cpp's notation, https://github.com/ggml-org/llama.cpp/tree/master/grammars, and writes it in Lark's.
-
-    Rules that do not hold themselves become terminals: one regular expression each, which takes as much as it can. A
-    rule ends where the next one begins.
-    """
-
-    def __init__(self, source: str, param: str) -> None:
-        self._source, self._param = source, param
-        self._tokens: list[tuple[str, str, int]] = []
-        for token in _GBNF_TOKENS.finditer(source):
-            if token.lastgroup != "blank":
-                self._tokens.append((token.lastgroup or "", token[0], token.start()))
-            if token.lastgroup == "unknown":  # here it is refused: what follows would be read over and over
-                break
-        self._tokens += [("end", "", len(source))] * 2
-        self._at = 0
-        # A rule's name is behind a NUL here
-        self._written: list[str] = []  # of the rule that is read: Lark
-        self._rules: dict[str, list[str]] = {}
-        self._defined: dict[str, int] = {}  # with where
-        self._used: dict[str, int] = {}  # with where they stand first
-
-    def in_lark(self) -> str:
-        """
-        Raises:
-            InvalidRequest: it cannot be read; names the line and the column.
-        """
-        while self._tokens[self._at][0] != "end":
-            _, name, offset = self._take("name")
-            self._take("defines")
-            if "\0" + name in self._rules:
-                raise self._refusal(f"the rule {name} is there already", offset)
-            self._defined["\0" + name] = offset
-            self._written = []
-            self._alternatives()
-            if self._tokens[self._at][0] != "end" and not self._is_rule():
-                raise self._unexpected("a rule's name and ::=")
-            self._rules["\0" + name] = self._written
-        for name, offset in {**self._used, "\0root": 0}.items():
-            if name not in self._rules:
-                raise self._refusal(f"there is no rule {name[1:]}", offset)
-        for name in endless(self._rules):
-            raise self._refusal(NO_END.format(name.removeprefix("\0")).rstrip("."), self._defined[name])
-        terminals = self._terminals()
-        names = {name: f"{'T' if name in terminals else 't'}{i}" for i, name in enumerate(self._rules)}
-        lines = ["%llguidance {}", "start: " + names["\0root"]]
-        for name, written in self._rules.items():
-            parts = (names.get(part, part) for part in written)
-            lines.append(f"{names[name]}: {' '.join(parts)}")
-        return "\n".join(lines)
-
-    def _terminals(self) -> set[str]:
-        """Rules that hold neither themselves nor one that does."""
-        holds = {name: self._rules.keys() & set(written) for name, written in self._rules.items()}
-        found: set[str] = set()
-        while more := {name for name, held in holds.items() if held <= found} - found:
-            found |= more
-        return found
-
-    def _alternatives(self) -> int:
-        """Returns: characters, at most."""
-        most = self._sequence()
-        while self._tokens[self._at][1] == "|":
-            self._at += 1
-            self._written.append("|")
-            most = max(most, self._sequence())
-        return most
-
-    def _sequence(self) -> int:
-        num_characters, first = 0, len(self._written)
-        while not self._is_rule():
-            kind, token, offset = self._tokens[self._at]
-            begin, size = len(self._written), 1
-            match kind, token:
-                case "name", _:
-                    self._used.setdefault("\0" + token, offset)
-                    self._written.append("\0" + token)
-                case "text", _:
-                    text = "".join(self._characters(token[1:-1], offset + 1))
-                    size = len(text)
-                    self._written.append(json.dumps(text, ensure_ascii=False))
-                case "set", _:
-                    self._written.append(self._set(token, offset))
-                case "mark", ".":
-                    self._written.append("/(?s:.)/")
-                case "mark", "(":
-                    self._at += 1
-                    self._written.append("(")
-                    size = self._alternatives()
-                    if self._tokens[self._at][1] != ")":
-                        raise self._unexpected(f"the ) of the ( at {place_in(self._source, offset)}")
-                    self._written.append(")")
-                case _:
-                    break
-            self._at += 1
-            while self._tokens[self._at][0] == "count":
-                size *= self._count(begin)
-                if size > MAX_REPEATED:
-                    message = f"more than {MAX_REPEATED} characters are repeated by counts"
-                    raise self._refusal(message, self._tokens[self._at - 1][2])
-            num_characters += size
-        if len(self._written) == first:
-            self._written.append('""')
-        return num_characters
-
-    def _count(self, begin: int) -> int:
-        """Repeats what was written from `begin` on. Returns: how often, at most, as far as it counts."""
-        _, token, offset = self._take("count")
-        counts = [int(one) for one in re.findall(r"\d+", token)]
-        if counts:
-            least, most = counts[0], counts[-1] if counts[1:] or "," not in token else None
-            if most is not None and most < least:
-                raise self._refusal(f"{token} ends below where it begins", offset)
-            token = f"{{{least},{'' if most is None else most}}}"
-        self._written.insert(begin, "(")
-        self._written += [")", token]
-        return max([1, *counts])
-
-    def _set(self, token: str, offset: int) -> str:
-        """A class of characters, in a regular expression's notation."""
-        is_other = token.startswith("[^")
-        begin = offset + 1 + is_other
-        characters = list(self._characters(token[1 + is_other : -1], begin))
-        is_escaped = [part[0][0] == "\\" for part in _GBNF_CHARACTER.finditer(token[1 + is_other : -1])]
-        written, i = "", 0
-        while i < len(characters):
-            low = high = characters[i]
-            if i + 2 < len(characters) and characters[i + 1] == "-" and not is_escaped[i + 1]:
-                high = characters[i + 2]
-                i += 2
-            if high < low:
-                raise self._refusal(f"the range {low}-{high} ends below where it begins", offset)
-            written += f"\\x{{{ord(low):x}}}-\\x{{{ord(high):x}}}"
-            i += 1
-        if not written and not is_other:
-            raise self._refusal("no character is between [ and ]", offset)
-        return f"/[{'^' * is_other}{written}]/" if written else "/(?s:.)/"
-
-    def _characters(self, text: str, offset: int) -> Iterator[str]:
-        """
-        Args:
-            offset: of the text in the source.
-        """
-        at = 0
-        while at < len(text):
-            found = _GBNF_CHARACTER.match(text, at)
-            code = found and (found["x"] or found["u"] or found["U"])
-            number = int(code, 16) if code else 0
-            if found is None or number > 0x10FFFF or 0xD800 <= number < 0xE000:
-                message = f"{text[at : at + 10]!r} does not begin with a character's escape"
-                raise self._refusal(f"{message}: \\n, \\r, \\t, \\xNN, \\uNNNN or \\UNNNNNNNN", offset + at)
-            yield chr(number) if code else found["self"] or _PLAIN.get(found["plain"], found["plain"])
-            at = found.end()
-
-    def _is_rule(self) -> bool:
-        return self._tokens[self._at][0] == "name" and self._tokens[self._at + 1][0] == "defines"
-
-    def _take(self, kind: str) -> tuple[str, str, int]:
-        token = self._tokens[self._at]
-        if token[0] != kind:
-            raise self._unexpected({"name": "a rule's name", "defines": "::="}[kind])
-        self._at += 1
-        return token
-
-    def _unexpected(self, expected: str) -> InvalidRequest:
-        kind, token, offset = self._tokens[self._at]
-        found = "it ends" if kind == "end" else f"it has {token[:MAX_TOKEN_SHOWN]!r}"
-        if token in ('"', "["):
-            found += ", which is not closed"
-        return self._refusal(f"{found} where {expected} must be", offset)
-
-    def _refusal(self, why: str, offset: int) -> InvalidRequest:
-        return InvalidRequest(
-            f"{self._param} cannot be read as GBNF: {place_in(self._source, offset)}: {why}.", self._param
-        )
 
 
 class GrammarCache:

@@ -46,6 +46,7 @@ class Cause(enum.StrEnum):
     QUOTA_PAUSES = "quota_pauses"
     SLOW_READER = "slow_reader"  # its client did not take its answer
     SLOW_STEPS = "slow_steps"  # steps took longer than the step-cost model predicts: another process, a compilation
+    GRAMMAR = "grammar"  # it was compiled first
     COLD_CACHE = "cold_cache"  # its prompt began as an earlier one, and was not in the prefix cache any more
 
 
@@ -55,6 +56,7 @@ _WHAT = {
     Cause.QUOTA_PAUSES: "its quota, which paused it",
     Cause.SLOW_READER: "its client, which read slowly",
     Cause.SLOW_STEPS: "steps that took longer than such steps do: something else held the machine up",
+    Cause.GRAMMAR: "its grammar or schema, which had to be compiled first",
     Cause.COLD_CACHE: "a cold cache: its prompt began as an earlier one, and was computed again",
 }
 
@@ -175,10 +177,12 @@ class Outside(NamedTuple):
     """A request's seconds beside the engine's: before it was submitted, and after its last token.
 
     Args:
+        grammar_s: of those before, until its grammar was compiled.
         last_flush_s: of those after, until the client had taken all.
     """
 
     before_s: float = 0.0
+    grammar_s: float = 0.0
     after_s: float = 0.0
     last_flush_s: float = 0.0
 
@@ -266,7 +270,8 @@ def explain(
         )
         return msgspec.structs.replace(found, verdict=verdict)
     causes = sorted(_costs(minute, was, time_s, outside), key=lambda one: (-one.counts, -one.cost_ms))
-    least_s = simulated_s - was.end_s + minute.without(frozenset(Cause), was).end_s - outside.last_flush_s
+    beside_s = outside.last_flush_s + outside.grammar_s
+    least_s = simulated_s - was.end_s + minute.without(frozenset(Cause), was).end_s - beside_s
     return msgspec.structs.replace(
         found,
         verdict=_verdict(time_s, causes, own, num_beside),
@@ -306,7 +311,9 @@ def _costs(minute: "_Minute", was: "_Run", time_s: float, outside: Outside) -> I
     for cause in Cause:
         run = minute.without(frozenset((cause,)), was)
         flush_s = outside.last_flush_s if cause is Cause.SLOW_READER else 0.0
-        cost_s, first_s = max(0.0, was.end_s - run.end_s + flush_s), max(0.0, was.first_s - run.first_s)
+        grammar_s = outside.grammar_s if cause is Cause.GRAMMAR else 0.0
+        cost_s = max(0.0, was.end_s - run.end_s + flush_s + grammar_s)
+        first_s = max(0.0, was.first_s - run.first_s + grammar_s)
         counts = cost_s >= SHARE * time_s or first_s >= FIRST_TOKEN_SHARE * (outside.before_s + was.first_s)
         yield CauseCost(cause=cause, cost_ms=_ms(cost_s), first_token_cost_ms=_ms(first_s), counts=counts)
 

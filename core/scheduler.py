@@ -7,24 +7,24 @@ lost rows and the step's cost. Every submitted request ends with exactly one ter
 sequences (sequence_states.py).
 """
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
-from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
+from core.config import INTER_TOKEN_TARGET
 from core.drafts import DraftModel, Drafts
+from core.intake import MOST_FORCED, Intake
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
 from core.plan import Flight, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.repetition import Breakers, Repetition, RepetitionRules
 from core.searches import Searches
-from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
+from core.sequence import Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import (
@@ -32,44 +32,17 @@ from core.types import (
     EngineStats,
     FinishReason,
     PreemptionCause,
-    Prefilled,
-    Prefilling,
     Request,
     SamplingParams,
     StepDelivery,
     TokenChunk,
-    TokenLogprobs,
     Usage,
 )
 from core.watch import Watcher
 
-logger = logging.getLogger(__name__)
-
-GRAMMAR_FAILED = "The server failed to hold this answer to its form. The fault is not in the request."
-MOST_FORCED = BLOCK_SIZE  # tokens of a sequence in one step: what a slow reader is given at once stays bounded
 ASK_EVERY_STEPS = 8  # whether a running sequence gives way to the queue's head: all of them are looked at
 LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
-
-
-@dataclass
-class _Counts:
-    """Counters since the start, as in EngineStats."""
-
-    num_steps: int = 0
-    num_rows: int = 0
-    num_prefill_rows: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_forced_tokens: int = 0
-    num_preemptions: int = 0
-    num_cache_queries: int = 0
-    num_cache_hits: int = 0
-    step_s: float = 0.0
-    device_s: float = 0.0
-    busy_s: float = 0.0
-    predicted_s: float = 0.0
-    kv_block_s: float = 0.0
 
 
 class Scheduler:
@@ -113,7 +86,6 @@ class Scheduler:
         self.in_flight: deque[Flight] = deque()
         self.last_work = StepWork()
         self.watcher = Watcher()
-        self._counts = _Counts()
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
         self._eos_ids = eos_ids
         self._seeds = seeds
@@ -123,6 +95,8 @@ class Scheduler:
         self.drafts = Drafts(
             limits, self.states, self.step_cost, inter_token_target, forces_tokens, speculates, draft_model
         )
+        self._intake = Intake(self.states, self.drafts, forces_tokens)
+        self._counts = self._intake.counts
         self._searches = Searches(limits, self.states, self._max_length, self._stop_ids_of)
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
@@ -587,10 +561,10 @@ class Scheduler:
         self._account(flight, step_s - output.host_copy_s)
         for save in plan.state_saves:
             self.states.keep_saved(sequences[save.row], save, not lost)
-        self._take_prompt_logprobs(flight, output, lost)
-        self._advance_prompts(flight, lost, now)
+        self._intake.take_prompt_logprobs(flight, output, lost)
+        self._intake.advance_prompts(flight, lost, now)
         refused = self.drafts.verify(flight, output, lost, step_s - output.host_copy_s)
-        self._take_tokens(output, sequences, lost, refused)
+        self._intake.take_tokens(output, sequences, lost, refused)
         for row, pooled in output.pooled.items():
             sequence = sequences[row]
             if row not in lost and not sequence.is_lost and sequence.cancel_reason is None:
@@ -637,165 +611,6 @@ class Scheduler:
         counts.device_s += step_s
         counts.busy_s += step_s
         counts.kv_block_s += num_held * step_s
-
-    def _take_prompt_logprobs(self, flight: Flight, output: StepOutput, lost: set[int]) -> None:
-        """Tell the logprobs that prompts ask for: each position once, however often it is computed."""
-        for targets in flight.plan.prompt_targets:
-            row = targets.row
-            sequence = flight.sequences[row]
-            if row in lost or sequence.is_lost or sequence.state is SequenceState.FINISHED:
-                continue
-            end = sequence.end_of_scores(int(flight.plan.starts[row] + flight.plan.lengths[row]))
-            num_new = end - sequence.num_scored_tokens
-            if num_new <= 0:
-                continue
-            told = output.prompt_logprobs[row]
-            assert num_new <= len(told), "a position was left out"
-            self.states.outbox.chunks.append(
-                TokenChunk(request_id=sequence.request_id, index=sequence.index, prompt_logprobs=tuple(told[-num_new:]))
-            )
-            sequence.num_scored_tokens = end if end < sequence.num_prompt_tokens - 1 else ALL_SCORED
-
-    def _advance_prompts(self, flight: Flight, lost: set[int], now: float) -> None:
-        """Count what was computed of prompts, and fork the siblings of leaders whose prompt is complete.
-
-        Args:
-            lost: rows whose result cannot be used.
-        """
-        for row in flight.other_rows:
-            sequence, start = flight.sequences[row], int(flight.plan.starts[row])
-            if start < sequence.num_prompt_tokens and row not in lost and not sequence.is_lost:
-                end = min(start + int(flight.plan.lengths[row]), sequence.num_prompt_tokens)
-                self._advance_prompt(sequence, start, end, now)
-
-    def _advance_prompt(self, sequence: Sequence, start: int, end: int, now: float) -> None:
-        """Positions `start` to `end` - 1 of its prompt are computed; those before were computed earlier or cached."""
-        counts = self._counts
-        counts.num_prefill_rows += 1
-        counts.num_prompt_tokens += end - start
-        group = self.states.groups.get(sequence.request_id)
-        if group is None or group.sequences[sequence.index] is not sequence:
-            return  # the request ended while this was computed
-        is_looked_up = self.pool.has_prefix_cache and sequence.sampling.num_prompt_logprobs is None
-        is_looked_up &= not sequence.pools_all
-        if group.num_prompt_tokens_done == 0 and is_looked_up:
-            counts.num_cache_queries += sequence.num_prompt_tokens
-        num_cached = max(0, start - group.num_prompt_tokens_done)  # not computed by this request
-        group.num_cached_tokens += num_cached
-        counts.num_cache_hits += num_cached
-        group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, end)
-        if sequence.state is SequenceState.FINISHED:
-            return
-        if not group.is_prefilled:
-            self._tell_prefill(group, end, now)
-        if end == sequence.num_prompt_tokens and sequence is group.leader and group.search is None:
-            self.states.fork_siblings(group)
-
-    def _tell_prefill(self, group: SequenceGroup, end: int, now: float) -> None:
-        """A chunk has brought the prompt up to position `end` for the first time."""
-        request_id, marks = group.request.request_id, self.states.outbox.marks
-        group.num_prompt_chunks += 1
-        if end == len(group.request.prompt_ids):
-            group.is_prefilled = True
-            marks.append(Prefilled(request_id, now, group.num_prompt_chunks, group.num_cached_tokens))
-        elif group.request.tells_progress:
-            marks.append(Prefilling(request_id, end))
-
-    def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int], refused: set[int]) -> None:
-        """Append the sampled tokens to their sequences, except those that ended, were lost or are being cancelled.
-
-        Args:
-            refused: indexes of tokens to leave out.
-        """
-        told: list[Sequence] = []
-        told_ids: list[int] = []
-        logprobs, finished = output.logprobs, SequenceState.FINISHED
-        rows = output.rows.tolist()
-        for i, (row, token_id) in enumerate(zip(rows, output.token_ids.tolist(), strict=True)):
-            sequence = sequences[row]
-            if row in lost or i in refused:
-                continue
-            if not sequence.plain_end and (
-                sequence.cancel_reason is not None or sequence.state is finished or sequence.is_lost
-            ):
-                continue
-            token_ids = sequence.token_ids
-            if sequence.search is not None:
-                sequence.search.told[sequence.index] = logprobs[i]
-                self._counts.num_generated_tokens += 1
-                continue
-            token_ids.append(token_id)
-            if (
-                token_id in sequence.stop_ids
-                or len(token_ids) >= sequence.max_length
-                or i in logprobs
-                or sequence.grammar is not None
-            ):
-                if told:  # some may be of this sequence
-                    self._tell(told, told_ids)
-                    told, told_ids = [], []
-                self._take_notable_token(sequence, token_id, logprobs.get(i))
-                if sequence.grammar is not None and self._forces_tokens:
-                    is_last = rows[i + 1 : i + 2] != [row] or i + 1 in refused
-                    self._take_forced(sequence, MOST_FORCED if is_last else 0)
-            else:
-                told.append(sequence)
-                told_ids.append(token_id)
-        self._tell(told, told_ids)
-
-    def _tell(self, sequences: list[Sequence], token_ids: list[int]) -> None:
-        self._counts.num_generated_tokens += len(sequences)
-        self.states.outbox.add_tokens(sequences, token_ids)
-
-    def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Tell an appended token that has logprobs or may end its sequence."""
-        grammar = sequence.grammar
-        if len(sequence.token_ids) > sequence.max_length:  # max_tokens is 0
-            sequence.token_ids.pop()
-            self.states.finish(sequence, FinishReason.LENGTH)
-            return
-        if grammar is not None and token_id not in sequence.stop_ids:
-            grammar.accept(token_id)
-        if grammar is not None and grammar.fault is not None:
-            sequence.token_ids.pop()
-            logger.error("%s: its grammar failed: %s", sequence.request_id, grammar.fault)
-            failed = FinishReason.TOO_COMPLEX if grammar.is_too_complex else FinishReason.ERROR
-            self.states.finish(sequence, failed, GRAMMAR_FAILED)
-            return
-        if grammar is not None and grammar.is_free:
-            sequence.grammar = None
-        self._counts.num_generated_tokens += 1
-        reason = sequence.end_after_last_token()
-        if reason is FinishReason.STOP:
-            self.states.finish(sequence, reason, stop_logprobs=logprobs)
-            return
-        if logprobs is None:
-            self.states.outbox.add_tokens([sequence], [token_id])
-        else:
-            self.states.outbox.add_notable(sequence, (logprobs,))
-        if grammar is not None and grammar.has_ended and reason is None:
-            reason = FinishReason.STOP
-        if reason is not None:
-            self.states.finish(sequence, reason)
-
-    def _take_forced(self, sequence: Sequence, most: int) -> None:
-        """After a token, append those that the grammar now forces, where they need not be sampled.
-
-        They are the same at any load: what is not appended here is sampled, with nothing else allowed.
-
-        Args:
-            most: 0: the step has sampled the next ones.
-        """
-        forced, grammar, num_taken = sequence.forced, sequence.grammar, 0
-        assert grammar is not None
-        while sequence.state is SequenceState.RUNNING and sequence.cancel_reason is None:
-            self.drafts.next_forced(forced, grammar)
-            if not forced or num_taken == most or not sequence.takes_forced:
-                return
-            sequence.token_ids.append(forced[0])
-            self._take_notable_token(sequence, forced[0], None)
-            self._counts.num_forced_tokens += 1
-            num_taken += 1
 
     def _look_ahead(self, now: float) -> None:
         """Renew the outlook, once enough steps were measured. Called seldom: it looks at all running sequences."""

@@ -305,25 +305,26 @@ class _Writer:
 
     def _properties_of(self, form: WrittenOut, tool: Tool, parameters: Schema) -> str:
         """Args: parameters: an alternative of the tool's."""
-        is_open = parameters.get("additionalProperties", True) is not False and not parameters.get("properties")
-        is_open &= not tool.is_strict
+        more = parameters.get("additionalProperties", not tool.is_strict)
+        is_open = more is not False and not parameters.get("properties") and not parameters.get("required")
         if isinstance(form, TaggedArguments):
-            return self._tagged(form, tool, parameters, is_open)
+            return self._tagged(form, tool, parameters, more if is_open else False)
         if is_open:
-            value = self._literal_value(form, _ANY, tool.place, tool.schema)
+            value = self._literal_value(form, more, f"{tool.place}.additionalProperties", tool.schema)
             pairs = _listed(f"PARAMETER {json_text(form.assign)} {value}", _separator(form), _ANY)
         else:
             pairs = self._pairs(form, parameters, tool.place, tool.schema, form.assign)
         return f"{pairs} {json_text(form.end)}"
 
-    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema, is_open: bool) -> str:
-        """Args: is_open: the parameters have any names."""
+    def _tagged(self, form: TaggedArguments, tool: Tool, parameters: Schema, more: Schema | bool) -> str:
+        """Args: more: of parameters that have any names."""
         required = parameters.get("required", ())
         gap = "\n" if form.has_newlines else ""
         before = form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
         end = gap + form.value_end + "\n"
-        if is_open:
-            value = self._bare_value([_TEXT], end, tool.place, _ANY, frozenset())
+        if more is not False:
+            path, types = f"{tool.place}.additionalProperties", parameter_types(tool.schema, "")
+            value = self._tagged_value(_TEXT if more is True else more, end, path, tool.schema, types)
             return f"({json_text(form.key_begin)} PARAMETER {json_text(before)} {value})*"
         parts = []
         for name, schema in _properties(form, parameters, tool.place).items():
@@ -356,7 +357,7 @@ class _Writer:
             elif kind == "string":
                 _check(schema, path)
                 text = _string_regex(schema, end, path)
-                texts.append(f"({text} & ~/{blank}({read}){blank}/)" if read else text)
+                texts.append(f"({text} & ~/{blank}({read}){blank}/)" if read and schema else text)
             elif kind in _BARE_SCALARS:
                 _check(schema, path)
                 is_bounded = kind in _KEYWORDS and bool(_KEYWORDS[kind] & schema.keys())
@@ -663,7 +664,8 @@ def reduced_schema(schema: Any) -> Any:
         made["properties"] = {name: reduced_schema(one) for name, one in schema["properties"].items()}
         made["required"] = [name for name in schema.get("required", ()) if name in made["properties"]]
     if "additionalProperties" in schema:
-        made["additionalProperties"] = schema["additionalProperties"] is not False
+        more = schema["additionalProperties"]
+        made["additionalProperties"] = reduced_schema(more) if isinstance(more, Mapping) else more is not False
     if "items" in schema:
         made["items"] = reduced_schema(schema["items"])
     return made

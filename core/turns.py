@@ -25,7 +25,8 @@ Domain = tuple[str, str]  # a request's cache_domain and cache_salt
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # as Qwen 3's template writes it before an answer that has none
 MOST_TURNS = 1024
-MOST_IDS = 4 * 2**20  # of all turns and chats: 16 MiB
+MOST_IDS = 4 * 2**20  # of all turns and chats: 16 MiB, and as much again where all are chats with many beginnings
+MOST_UNLEARNED = 64  # chats that were tokenized and are not kept yet: of 32k tokens 8 MiB
 LEAST_CHARS = 4096  # of a chat whose beginnings are kept: a shorter one is tokenized in a millisecond
 IDS_APART = 64  # two beginnings of a chat, at least: each takes 250 bytes
 MOST_TRIED = 8  # of those that a chat begins with, longest first: whose characters may be others'
@@ -113,7 +114,7 @@ class TurnMemory:
         self._turns: dict[Domain, OrderedDict[bytes, _Turn | _Chat]] = {}  # by their digests, oldest first
         self._num_ids: dict[Domain, int] = {}
         self._chats: dict[bytes, _Chat] = {}  # by the digests of their beginnings, which the domain is part of
-        self._tokenized: deque[tuple[Domain, _Chat]] = deque(maxlen=MOST_TURNS)  # that learn() has not heard of
+        self._tokenized: deque[tuple[Domain, _Chat]] = deque(maxlen=MOST_UNLEARNED)  # that learn() has not heard of
 
     def encode(self, text: str, domain: Domain) -> list[int]:
         """The ids of a rendered chat: as Tokenizer.encode_chat, but for what is remembered.

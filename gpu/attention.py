@@ -6,7 +6,7 @@ shapes depend on its place in its sequence alone, whoever shares the step and ho
 Groups and masks are made once a step, by its first layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,6 +92,38 @@ class RaggedRows:
     window: int | None
     host: "HostRows | None" = None
     layout: object = None
+
+
+def rows_in_chunks(rows: RaggedRows, chunk: int) -> RaggedRows:
+    """The rows cut where chunks begin; each sees what it has of its chunk, as if the sequence began there.
+
+    Args:
+        rows: known on the host.
+        chunk: tokens, a multiple of BLOCK_SIZE.
+    """
+    assert rows.host is not None, "chunks are cut on the host"
+    host = rows.host
+    if host.ends.max(initial=0) <= chunk:
+        return replace(rows)
+    pieces: list[tuple[int, int, int]] = []  # row, its chunk's first position, the piece's end
+    lengths = []
+    for row, (end, length) in enumerate(zip(host.ends.tolist(), np.diff(host.offsets).tolist(), strict=True)):
+        start = end - (1 if row < rows.num_decodes else length)
+        first = start // chunk * chunk
+        while first < end:
+            piece_end = min(end, first + chunk)
+            pieces.append((row, first, piece_end))
+            lengths.append(piece_end - max(start, first))
+            first += chunk
+    tables = np.full((len(pieces), chunk // BLOCK_SIZE), host.scratch_block, host.tables.dtype)
+    for index, (row, first, end) in enumerate(pieces):
+        blocks = host.tables[row, first // BLOCK_SIZE : num_blocks_for(end)]
+        tables[index, : len(blocks)] = blocks
+    ends = np.array([end - first for _, first, end in pieces], host.ends.dtype)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(host.offsets.dtype)
+    on_device = [to_device(column, rows.tables.device).to(rows.ends.dtype) for column in (tables, ends, offsets)]
+    own = HostRows(tables, ends, offsets, host.scratch_block)
+    return replace(rows, tables=on_device[0], ends=on_device[1], offsets=on_device[2], host=own)
 
 
 class AttentionKernels(Protocol):

@@ -71,7 +71,10 @@ TEXT_PREFIXES = {
 OTHER_TOWERS = tuple(
     f"{outer}{name}."
     for outer in ("", "model.")
-    for name in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+    for name in (
+        *("vision_tower", "vision_model", "visual", "multi_modal_projector", "vision_embedder"),
+        *("audio_tower", "embed_vision", "embed_audio"),
+    )
 )
 MASK_SUFFIXES = (".attn.bias", ".self_attn.bias", ".attention.bias")  # causal masks: [1, 1, tokens, tokens]
 # A mapped file's pages count as resident until it is closed: at most so many stay beside the parameters and one tensor.

@@ -9,6 +9,7 @@ for ever: it pads the block tables of shorter rows. Where batches are padded wit
 padding writes, and is never read.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,8 @@ class KVCache:
         has_padding: batches are padded with rows.
 
     Attributes:
-        layers: those that attend.
+        tensors: one for each size of heads: [layers, 2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim].
+        layers: those that cache.
     """
 
     def __init__(
@@ -108,46 +110,72 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
-        blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, _width(config, dtype))
-        self.tensor = zeros((config.num_attention_layers, config.num_cached, *blocks), dtype, device)
-        if dtype == INT8:
-            heads = (blocks[0], config.num_kv_heads, -1)
-            self.layers: list[LayerKV] = [
-                Int8LayerKV(layer, layer[0].view(heads), layer[1].view(heads)) for layer in self.tensor.unbind(0)
-            ]
-            return
-        value_dim = config.head_dim if config.latent is None else config.latent.rank
-        self.layers = [
-            LayerKV(layer, layer[0].flatten(0, 1), layer[-1].flatten(0, 1)[..., :value_dim])
-            for layer in self.tensor.unbind(0)  # [2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim]
-        ]
+        latent, sizes = config.latent, config.cached_heads
+        kinds = {}
+        for size in dict.fromkeys(sizes):
+            blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, size[0], _width(size[1], dtype))
+            kinds[size] = zeros((sizes.count(size), config.num_cached, *blocks), dtype, device)
+        self.tensors = list(kinds.values())
+        found = {size: iter(tensor.unbind(0)) for size, tensor in kinds.items()}
+        self.layers = [_layer_kv(next(found[size]), *size, None if latent is None else latent.rank) for size in sizes]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, all layers: sources[i] to targets[i]; no target is also a source. Both: [copies]."""
-        self.tensor.index_copy_(2, targets, self.tensor.index_select(2, sources))
+        for tensor in self.tensors:
+            tensor.index_copy_(2, targets, tensor.index_select(2, sources))
+
+    def read_blocks(self, blocks: Tensor) -> Tensor:
+        """Whole blocks, all layers: [blocks, numbers of a block]."""
+        found = [tensor.index_select(2, blocks).movedim(2, 0).flatten(1) for tensor in self.tensors]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def write_blocks(self, blocks: Tensor, numbers: Tensor) -> None:
+        """Write what read_blocks returned."""
+        first = 0
+        for tensor in self.tensors:
+            shape = (*tensor.shape[:2], *tensor.shape[3:])
+            own = numbers[:, first : first + math.prod(shape)].contiguous()
+            tensor.index_copy_(2, blocks, own.view(len(own), *shape).movedim(0, 2))
+            first += own.shape[1]
 
     def make_finite(self, blocks: Tensor) -> None:
         """Zero what is NaN or infinite in these blocks, all layers; other sequences may share the rest."""
-        found = self.tensor.index_select(2, blocks)
-        if found.dtype == INT8:
-            head_bytes = BLOCK_SIZE * found.shape[-1]
-            scales = found.view(-1, head_bytes)[:, head_bytes - BLOCK_SIZE * SCALE_BYTES :].view(torch.float32)
-            scales.nan_to_num_(0.0, 0.0, 0.0)
-        else:
-            found.nan_to_num_(0.0, 0.0, 0.0)
-        self.tensor.index_copy_(2, blocks, found)
+        for tensor in self.tensors:
+            found = tensor.index_select(2, blocks)
+            if found.dtype == INT8:
+                head_bytes = BLOCK_SIZE * found.shape[-1]
+                scales = found.view(-1, head_bytes)[:, head_bytes - BLOCK_SIZE * SCALE_BYTES :].view(torch.float32)
+                scales.nan_to_num_(0.0, 0.0, 0.0)
+            else:
+                found.nan_to_num_(0.0, 0.0, 0.0)
+            tensor.index_copy_(2, blocks, found)
+
+
+def _layer_kv(layer: Tensor, num_kv_heads: int, head_dim: int, latent_rank: int | None) -> LayerKV:
+    """layer: [2 or 1, blocks + 1 or 2, 16, kv_heads, width]."""
+    if layer.dtype == INT8:
+        heads = (layer.shape[1], num_kv_heads, -1)
+        return Int8LayerKV(layer, layer[0].view(heads), layer[1].view(heads))
+    return LayerKV(layer, layer[0].flatten(0, 1), layer[-1].flatten(0, 1)[..., : latent_rank or head_dim])
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token, all layers."""
-    return (
-        config.num_cached * config.num_attention_layers * config.num_kv_heads * _width(config, dtype) * dtype.itemsize
-    )
+    numbers = sum(num_heads * _width(head_dim, dtype) for num_heads, head_dim in config.cached_heads)
+    return config.num_cached * numbers * dtype.itemsize
 
 
-def _width(config: ModelConfig, dtype: torch.dtype) -> int:
+def _width(head_dim: int, dtype: torch.dtype) -> int:
     """Of a token's key or value of one head, with its scale."""
-    return config.head_dim + (SCALE_BYTES if dtype == INT8 else 0)
+    return head_dim + (SCALE_BYTES if dtype == INT8 else 0)
 
 
 def kv_dtype_of(config: ModelConfig, engine: EngineConfig, choice: DeviceChoice) -> torch.dtype:

@@ -526,17 +526,16 @@ class HostMemory:
     """
 
     def __init__(self, config: ModelConfig, num_slots: int, cache: KVCache, streams: Streams) -> None:
-        dtype = cache.tensor.dtype
         self.num_slots = num_slots
-        self.block_bytes = bytes_per_block(config, dtype)
+        self.block_bytes = bytes_per_block(config, cache.dtype)
         self._num_staged = max(1, STAGING_BYTES // self.block_bytes)
         self._cache, self._stream = cache, streams.current
-        shape = (num_slots, *cache.tensor.shape[:2], *cache.tensor.shape[3:])
         pinned = streams.pinned_for_good(num_slots * self.block_bytes)
-        self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2 or 1, 16, kv_heads, head_dim]
+        self.tensor = pinned.view(cache.dtype).view(num_slots, -1)  # [slots, numbers of a block]
         # Without a device of its own there is nothing to stage: fresh pages for it take longer than the copy
         self._bytes: NDArray[np.uint8] = self.tensor.view(torch.uint8).numpy()
-        self._device_bytes = cache.tensor.view(torch.uint8).numpy() if cache.tensor.device.type == "cpu" else None
+        is_host = cache.device.type == "cpu"
+        self._device_bytes = [one.view(torch.uint8).numpy() for one in cache.tensors] if is_host else None
 
     def copy(self, copies: BlockCopies) -> "CopyTicket":
         """Start copying out, then back, on the stream: after all work sent so far, before any sent later."""
@@ -570,25 +569,36 @@ class HostMemory:
     def _copy_out(self, blocks: list[int], slots: list[int]) -> None:
         if self._device_bytes is not None:
             for block, slot in zip(blocks, slots, strict=True):
-                self._bytes[slot] = self._device_bytes[:, :, block]
+                for on_device, on_host in self._parts(self._device_bytes, block, slot):
+                    on_host[:] = on_device
             return
-        found = self._cache.tensor.index_select(2, self._on_device(blocks))
-        found = found.permute(2, 0, 1, 3, 4, 5).contiguous()  # [copies, layers, 2 or 1, 16, heads, dim]
+        found = self._cache.read_blocks(self._on_device(blocks))  # [copies, numbers of a block]
         for i, slot in enumerate(slots):
             self.tensor[slot].copy_(found[i], non_blocking=True)
 
     def _copy_back(self, blocks: list[int], slots: list[int]) -> None:
         if self._device_bytes is not None:
             for block, slot in zip(blocks, slots, strict=True):
-                self._device_bytes[:, :, block] = self._bytes[slot]
+                for on_device, on_host in self._parts(self._device_bytes, block, slot):
+                    on_device[:] = on_host
             return
-        found = self._cache.tensor.new_empty((len(slots), *self.tensor.shape[1:]))
+        found = self._cache.tensors[0].new_empty((len(slots), self.tensor.shape[1]))
         for i, slot in enumerate(slots):
             found[i].copy_(self.tensor[slot], non_blocking=True)
-        self._cache.tensor.index_copy_(2, self._on_device(blocks), found.permute(1, 2, 0, 3, 4, 5))
+        self._cache.write_blocks(self._on_device(blocks), found)
+
+    def _parts(
+        self, tensors: list[NDArray[np.uint8]], block: int, slot: int
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Views of a block and of its slot, for each size of heads."""
+        first = 0
+        for tensor in tensors:
+            part = tensor[:, :, block]
+            yield part, self._bytes[slot, first : first + part.size].reshape(part.shape)
+            first += part.size
 
     def _on_device(self, blocks: list[int]) -> Tensor:
-        return to_device(np.array(blocks), self._cache.tensor.device)
+        return to_device(np.array(blocks), self._cache.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -663,7 +673,7 @@ def open_offload(
     """
     if engine.kv_offload_bytes == 0:
         return None
-    num_slots = offload_slots(config, engine, cache.tensor.dtype, free_memory_bytes(torch.device("cpu")))
+    num_slots = offload_slots(config, engine, cache.dtype, free_memory_bytes(torch.device("cpu")))
     try:
         memory = HostMemory(config, num_slots, cache, streams)
     except (OSError, RuntimeError) as error:

@@ -8,6 +8,8 @@ what a whole one does.
 
 import math
 from collections.abc import Callable
+from statistics import NormalDist
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from torch import Tensor
 from core.config import ExpertsConfig, LatentConfig, RopeConfig
 from gpu.attention import multiply_in_company
 from gpu.linear import Linear
-from gpu.parameters import ExpertWeights, LatentWeights
+from gpu.parameters import BesideNorms, ExpertWeights, LatentWeights
 from gpu.quant import Weight
 
 Gated = Callable[[Tensor], Tensor]
@@ -58,6 +60,24 @@ def relu_squared(up: Tensor) -> Tensor:
     return F.relu(up).square_()
 
 
+def keep_largest(gated: Gated, sparsity: float) -> Gated:
+    """Zero gates up to the quantile of a normal distribution like theirs, and bring the others down by it.
+
+    Source: Gemma 3n's activation sparsity (transformers, modeling_gemma3n.py).
+    """
+    deviations = NormalDist().inv_cdf(sparsity)
+
+    def sparsely(gate_up: Tensor) -> Tensor:
+        gate = gate_up[:, : gate_up.shape[1] // 2]
+        numbers = gate.float()
+        mean = numbers.mean(-1, keepdim=True)
+        deviation = (numbers - mean).square_().mean(-1, keepdim=True).sqrt_()
+        gate.copy_(F.relu(numbers - (mean + deviation * deviations)))
+        return gated(gate_up)
+
+    return sparsely
+
+
 GATED: dict[str, Gated] = {
     "relu2": relu_squared,
     "silu": silu_gated,
@@ -92,6 +112,7 @@ class Experts:
     ) -> None:
         self._config = config
         self._router, self._choice_bias = router, weights.choice_bias
+        self._share_scales = weights.share_scales
         self.experts = [
             Mlp(
                 make(weights.gate_up[index], _row(weights.gate_up_bias, index)),
@@ -101,9 +122,11 @@ class Experts:
             for index in range(config.num_experts)
         ]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden], normed; also returned so."""
-        shares, chosen = shares_of(self._router(x), self._config, self._choice_bias)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden], normed; also returned so. routed: what the router reads instead."""
+        shares, chosen = shares_of(self._router(x if routed is None else routed), self._config, self._choice_bias)
+        if self._share_scales is not None:
+            shares = shares * self._share_scales[chosen]
         pairs = chosen.flatten()  # [tokens * active]: the expert of each (token, choice)
         order = pairs.argsort(stable=True)  # by expert
         inputs = x.index_select(0, order // self._config.num_active)  # [tokens * active, hidden]
@@ -117,6 +140,27 @@ class Experts:
                 first += count
         added = torch.empty_like(inputs).index_copy_(0, order, torch.cat(outputs))  # by token again
         return torch.einsum("tah,ta->th", added.float().view(*chosen.shape, -1), shares).to(x.dtype)
+
+
+class Norm(Protocol):
+    """RMSNorm; see Operators.norm."""
+
+    def __call__(self, x: Tensor, weight: Tensor, /) -> Tensor: ...
+
+
+class BesideExperts:
+    """A shared expert and experts, each with norms of its own; see ExpertsConfig.are_beside."""
+
+    def __init__(self, experts: Experts, shared: Mlp, norms: BesideNorms, norm: Norm) -> None:
+        self.experts, self._shared, self._norms, self._norm = experts.experts, shared, norms, norm
+        self._choose, self._plain = experts, torch.ones_like(norms.shared)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden], not normed; also returned so."""
+        norm, norms = self._norm, self._norms
+        added = norm(self._shared(norm(x, norms.shared)), norms.shared_post)
+        found = self._choose(norm(x, norms.experts), norm(x, self._plain))
+        return added + norm(found, norms.experts_post)
 
 
 class WithSharedExpert:
@@ -230,6 +274,8 @@ class Rope:
         num_rotated = config.rotary_dim(head_dim) // 2
         unrotated = torch.zeros(head_dim // 2 - num_rotated)
         frequencies = torch.cat([rope_frequencies(config, config.rotary_dim(head_dim)), unrotated])
+        if config.kind == "proportional":
+            frequencies[int(config.turning * head_dim // 2) :] = 0
         lengths = torch.cat([torch.full((num_rotated,), config.attention_factor), unrotated + 1])
         self.inv_freq = frequencies.to(device)  # [head_dim / 2], radians per token
         self.lengths = lengths.to(device)  # [head_dim / 2]
@@ -280,7 +326,7 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.kind in ("default", "none"):
         return inv_freq
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         return inv_freq / rope.factor
     if rope.kind == "longrope":
         return inv_freq / torch.tensor(rope.factors)

@@ -230,27 +230,29 @@ def plan_memory(
     """
     if weights_bytes is None:
         weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
-    _check_recurrence(model, engine)
+    _check_layers(model, engine)
     given = (model, _with_length(model, engine), device, model.num_parameters, checkpoint_bytes, weights_bytes)
     return MemoryPlan(*given, free_bytes).with_graphs(graph_bytes)
 
 
-def _check_recurrence(model: ModelConfig, engine: EngineConfig) -> None:
+def _check_layers(model: ModelConfig, engine: EngineConfig) -> None:
     """
     Raises:
-        StartupError: a setting does not go with recurrent layers.
+        StartupError: a setting does not go with the model's layers.
     """
+    refused = {"--tensor-parallel": engine.tensor_parallel > 1, "--max-loras": engine.max_loras > 0}
+    what = "layers that differ in their sizes, or have inputs of their own"
+    if model.recurrence is not None:
+        refused |= {
+            "--kv-offload-memory": engine.kv_offload_bytes > 0,
+            "--kv-offload-dir": engine.kv_offload_dir is not None,
+        }
+        what = "recurrent layers"
+    for flag, is_set in refused.items():
+        if is_set and (model.recurrence is not None or model.inputs is not None or len(model.kinds) > 1):
+            raise StartupError(f"{flag} is not supported for models with {what}.", f"start without {flag}.")
     if model.recurrence is None:
         return
-    refused = {
-        "--tensor-parallel": engine.tensor_parallel > 1,
-        "--kv-offload-memory": engine.kv_offload_bytes > 0,
-        "--kv-offload-dir": engine.kv_offload_dir is not None,
-        "--max-loras": engine.max_loras > 0,
-    }
-    for flag, is_set in refused.items():
-        if is_set:
-            raise StartupError(f"{flag} is not supported for models with recurrent layers.", f"start without {flag}.")
     least = engine.max_sequences + BLOCK_SIZE
     if engine.deterministic and engine.max_batch_tokens < least:
         cause = (
@@ -546,11 +548,12 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
     dtype = device.dtype
     scored_rows = min(piece_rows(model.vocab_size), engine.max_batch_tokens)
     one_layer = engine.max_batch_tokens * _layer_width(model) * dtype.itemsize
-    masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed mask is made
+    windows = {(sight.window, sight.chunk) for sight in model.sights}
+    masks = len(windows) + (windows != {(None, None)})  # one per window, and one while a windowed mask is made
     mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
     longest = num_blocks_for(max_model_len) * BLOCK_SIZE
     gathered_tokens = min(engine.max_sequences * longest, max(longest, MAX_GATHERED_TOKENS))
-    gathered = gathered_tokens * 2 * model.kv_size * dtype.itemsize
+    gathered = gathered_tokens * 2 * max(kind.kv_size for kind in model.kinds) * dtype.itemsize
     # Rows that sample: raw, adjusted, scaled, noise; prompts' rows beside them: the head's, raw, logarithms
     logits = 4 * model.vocab_size * max(4 * engine.max_sequences, engine.max_sequences + 3 * scored_rows)  # float32
     is_written_out = model.attention_cap is not None or model.has_sinks or model.latent is not None
@@ -575,9 +578,14 @@ def _recurrent_bytes(model: ModelConfig, engine: EngineConfig, dtype: torch.dtyp
 
 
 def _layer_width(model: ModelConfig) -> int:
-    """Numbers per token in all tensors of a layer."""
-    inner = max(model.intermediate_size, model.experts.shared_size if model.experts is not None else 0)
-    return 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * inner
+    """Numbers per token in all tensors of the widest layer, and of what all layers read."""
+    shared = model.experts.shared_size if model.experts is not None else 0
+    width = 4 * model.hidden_size + max(
+        4 * kind.query_size + 6 * kind.kv_size + 3 * max(kind.intermediate_size, shared) for kind in model.kinds
+    )
+    if model.inputs is not None:
+        width += 4 * model.num_layers * model.inputs.size
+    return width + (0 if model.streams is None else 4 * model.streams.count * model.hidden_size)
 
 
 def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
@@ -600,7 +608,8 @@ def _may_have_device_rows(model: ModelConfig, device: DeviceChoice) -> bool:
 
 def graphs_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
     """What graphs share, a block for padding, and the driver's part of each graph."""
-    if engine.graphs == "off" or model.recurrence is not None or not _may_have_device_rows(model, device):
+    is_cut = engine.max_model_len is not None and model.is_cut(engine.max_model_len)
+    if engine.graphs == "off" or model.recurrence is not None or is_cut or not _may_have_device_rows(model, device):
         return 0
     shapes, dtype = step_shapes(model, engine), device.dtype
     rows, tokens = max_decodes(engine), max(shape.num_tokens for shape in shapes.largest)

@@ -160,3 +160,9 @@ class Operators:
             query_key = apply_rope(query_key, rotation)
         kv.write(slots, query_key[:, num_heads:], qkv[:, num_rotated:])
         return query_key[:, :num_heads]
+
+    def rotated(self, query: Tensor, norm: Tensor | None, rotation: Tensor | None) -> Tensor:
+        """Norm and rotate queries alone; see rotate_and_store. query: [tokens, heads, head_dim], also returned so."""
+        if norm is not None:
+            query = self.norm(query, norm)
+        return query if rotation is None else apply_rope(query, rotation)

@@ -11,9 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core.config import ExpertsConfig, ModelConfig, RecurrentConfig
+from core.config import ExpertsConfig, LayerConfig, ModelConfig, RecurrentConfig
 from gpu.blocks import BlockWeight
 from gpu.device import own_huge_pages
+from gpu.input_weights import (
+    InputsWeights,
+    LayerInputWeights,
+    OuterStreamsWeights,
+    StreamsWeights,
+    ends_of,
+    inputs_of,
+    streams_of,
+)
 from gpu.quant import Weight, floats
 
 MXFP4_BLOCK = 32  # numbers that share a scale
@@ -23,6 +32,7 @@ MXFP4_SCALE_BIAS = 127  # a scale is 2 ** (byte - 127): section 5.4.1, E8M0
 HEAD = "lm_head.weight"
 SCORE = "score.weight"
 EMBEDDING = "model.embed_tokens.weight"
+INPUTS = "model.embed_tokens_per_layer.weight"
 # May be quantised; routers stay: their choices matter more than bytes.
 MIXER_MATRICES = ("qkv", "output", "taken", "given")  # of attention, and of a recurrence
 MLP_MATRICES = ("gate_up", "down", "shared_gate_up", "shared_down")  # the last two of experts alone
@@ -60,6 +70,12 @@ _USUAL_NAMES = _ExpertNames()
 ALL_STACKED = ("qwen3_vl_moe_text", "llama4_text")  # the layouts that have all experts in one tensor
 BY_ROWS = "qwen3_5_moe_text"  # the layout that may have them so, too, each matrix as it is used
 STACKED_BY_ROWS = f"{BY_ROWS}, stacked"
+BESIDE = "gemma4_text"  # the layout that has all experts in one tensor each of gate and up, and of down
+BESIDE_SPLIT = f"{BESIDE}, split"  # the same with a tensor for each expert: GGUF's
+OSS, OSS_SPLIT = "gpt_oss", "gpt_oss, split"
+SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT}  # what layouts are in GGUF files
+_NAMES[OSS_SPLIT] = _ExpertNames("mlp.router")
+_NAMES |= dict.fromkeys((BESIDE, BESIDE_SPLIT), _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +189,11 @@ def write_transposed(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
         rows.copy_(part_pairs(expert.T.contiguous()) if are_pairs else expert.T)
 
 
+def write_scales(into: Tensor, tensor: Tensor, scale: float) -> None:
+    """Multiply rows in place. into: [out, in]; tensor: [out]."""
+    into.mul_((tensor.to(into.device, into.dtype) * scale).unsqueeze(1))
+
+
 def write_paired(into: Tensor, tensor: Tensor) -> None:
     """Both: [experts, 2 * n]."""
     for rows, expert in zip(into, tensor, strict=True):
@@ -214,6 +235,18 @@ class ExpertWeights:
     shared_gate_up: Weight | None = None  # [2 * shared width, hidden]
     shared_down: Weight | None = None  # [hidden, shared width]
     shared_gate: Tensor | None = None  # [1, hidden]
+    norms: "BesideNorms | None" = None
+    share_scales: Tensor | None = None  # [experts], float32
+
+
+@dataclass(slots=True)
+class BesideNorms:
+    """See ExpertsConfig.are_beside: [hidden] each."""
+
+    shared: Tensor  # before the shared expert
+    shared_post: Tensor
+    experts: Tensor  # before the others
+    experts_post: Tensor
 
 
 @dataclass(slots=True)
@@ -274,6 +307,9 @@ class LayerWeights:
     taken_bias: Tensor | None = None  # [RecurrentConfig.input_size]
     given: Weight | None = None  # [hidden, RecurrentConfig.output_size]
     given_bias: Tensor | None = None  # [hidden]
+    inputs: LayerInputWeights | None = None
+    streams: StreamsWeights | None = None
+    scale: Tensor | None = None  # [1], of what the layer leaves
 
 
 @dataclass(slots=True)
@@ -285,6 +321,8 @@ class ModelWeights:
     norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
     score: Tensor | None = None  # [scores, hidden]: of a model that scores
+    inputs: InputsWeights | None = None
+    streams: OuterStreamsWeights | None = None
 
 
 @dataclass(slots=True)
@@ -361,7 +399,13 @@ def empty_ends(
     if config.num_scores:
         score = empty((config.num_scores, config.hidden_size))
         targets[SCORE] = Target(score)
-    return ModelWeights(embedding, (), norm, lm_head, score), targets
+
+    def named(name: str, *shape: int) -> Tensor:
+        into = empty(shape)
+        targets[f"model.{name}.weight"] = Target(into)
+        return into
+
+    return ModelWeights(embedding, (), norm, lm_head, score, *ends_of(config, named)), targets
 
 
 def _own_name(config: ModelConfig, name: str) -> str:
@@ -393,14 +437,16 @@ def _norm_offset(config: ModelConfig) -> float:
 
 
 @dataclass(slots=True)
-class _Allocation:
+class Allocation:
     """A layer's parameters, as they are allocated.
 
     Args:
+        config: with the layer's own sizes.
         targets: the tensors that fill them, by their usual names within a layer.
     """
 
     config: ModelConfig
+    layer: LayerConfig
     empty: Empty
     empty_norm: Empty
     targets: Targets = field(default_factory=dict)
@@ -442,7 +488,7 @@ class _Allocation:
         return self.norm(name, self.config.hidden_size) if name else None
 
 
-def _attention(layer: LayerWeights, found: _Allocation) -> None:
+def _attention(layer: LayerWeights, found: Allocation) -> None:
     config = found.config
     hidden, head_dim = config.hidden_size, config.head_dim
     layer.qkv = _queries_keys_values(found, "weight", hidden, matrix="qkv")
@@ -450,13 +496,14 @@ def _attention(layer: LayerWeights, found: _Allocation) -> None:
     if config.qk_norm in ("head", "all"):
         heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
         layer.query_norm = found.norm("self_attn.q_norm", *heads, head_dim, head_dim=found.reordered)
-        layer.key_norm = found.norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=found.reordered)
+        if found.layer.source is None:
+            layer.key_norm = found.norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=found.reordered)
     layer.sinks = found.whole("self_attn.sinks", config.num_heads) if config.has_sinks else None
     layer.output = found.whole("self_attn.o_proj.weight", hidden, config.attended_size, matrix="output")
     layer.output_bias = found.whole("self_attn.o_proj.bias", hidden) if config.output_bias else None
 
 
-def _queries_keys_values(found: _Allocation, suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
+def _queries_keys_values(found: Allocation, suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
     config, reordered, rotary_dim = found.config, found.reordered, found.rotary_dim
     if config.has_fused_qkv:
         into = found.empty((config.query_size + 2 * config.kv_size, *inputs))
@@ -466,8 +513,9 @@ def _queries_keys_values(found: _Allocation, suffix: str, *inputs: int, matrix: 
         return into
     query, key, value = (f"self_attn.{name}_proj" for name in "qkv")
     sizes = {query: config.query_size * (1 + config.has_output_gate), key: config.kv_size, value: config.kv_size}
-    into = found.parts(sizes, suffix, *inputs, matrix=matrix)
-    for name in (query, key):
+    names = (query, key, value)[: 1 if found.layer.source is not None else 3 if found.layer.has_values else 2]
+    into = found.parts({name: sizes[name] for name in names}, suffix, *inputs, matrix=matrix)
+    for name in names[:2]:
         place = f"{name}.{suffix}"
         found.targets[place] = replace(found.targets[place], head_dim=reordered, rotary_dim=rotary_dim)
     if config.has_output_gate:
@@ -477,7 +525,7 @@ def _queries_keys_values(found: _Allocation, suffix: str, *inputs: int, matrix: 
     return into
 
 
-def _latent_attention(layer: LayerWeights, found: _Allocation) -> None:
+def _latent_attention(layer: LayerWeights, found: Allocation) -> None:
     config, hidden = found.config, found.config.hidden_size
     assert config.latent is not None
     latent, query_rank = config.latent, config.latent.query_rank
@@ -507,7 +555,7 @@ def _scaled(rows: Tensor, factor: float | Tensor) -> Tensor:
     return rows * (factor if isinstance(factor, float) else factor.to(rows.device))
 
 
-def _short_convolution(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) -> None:
+def _short_convolution(layer: LayerWeights, found: Allocation, own: RecurrentConfig) -> None:
     hidden, width = found.config.hidden_size, own.output_size
     layer.taken = found.whole("conv.in_proj.weight", own.input_size, hidden, matrix="taken")
     layer.taken_bias = found.whole("conv.in_proj.bias", own.input_size) if own.has_bias else None
@@ -516,7 +564,7 @@ def _short_convolution(layer: LayerWeights, found: _Allocation, own: RecurrentCo
     layer.recurrent = RecurrentWeights(*_convolution(found, own, "conv.conv"))
 
 
-def _convolution(found: _Allocation, own: RecurrentConfig, name: str) -> tuple[Tensor, Tensor | None]:
+def _convolution(found: Allocation, own: RecurrentConfig, name: str) -> tuple[Tensor, Tensor | None]:
     """Of a checkpoint's [channels, 1, taps]: [taps, channels], and its bias."""
     taps = found.empty_norm((own.taps, own.channels)).float()
     stored_shape = (own.channels, 1, own.taps)
@@ -524,7 +572,7 @@ def _convolution(found: _Allocation, own: RecurrentConfig, name: str) -> tuple[T
     return taps, found.whole(f"{name}.bias", own.channels) if own.has_convolution_bias else None
 
 
-def _delta_net(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) -> None:
+def _delta_net(layer: LayerWeights, found: Allocation, own: RecurrentConfig) -> None:
     hidden = found.config.hidden_size
     qkv, gate, strength, step = (f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
     sizes = {qkv: own.channels, gate: own.output_size, strength: own.num_heads, step: own.num_heads}
@@ -546,7 +594,7 @@ def _delta_net(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) ->
     )
 
 
-def _state_space(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) -> None:
+def _state_space(layer: LayerWeights, found: Allocation, own: RecurrentConfig) -> None:
     hidden = found.config.hidden_size
     layer.taken = found.whole("mamba.in_proj.weight", own.input_size, hidden, matrix="taken")
     if own.input_factors:
@@ -566,7 +614,7 @@ def _state_space(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) 
     )
 
 
-def _mlp(layer: LayerWeights, found: _Allocation) -> None:
+def _mlp(layer: LayerWeights, found: Allocation) -> None:
     config, hidden = found.config, found.config.hidden_size
     width, names = config.intermediate_size, ("gate", "up") if config.has_gate else ("up",)
     sizes = {f"mlp.{name}_proj": width for name in names}
@@ -580,11 +628,20 @@ def _mlp(layer: LayerWeights, found: _Allocation) -> None:
     )
 
 
-def _experts(layer: LayerWeights, found: _Allocation) -> None:
+def _experts(layer: LayerWeights, found: Allocation) -> None:
     experts = found.config.experts
     assert experts is not None
-    layer.mlp = _empty_experts(experts, found.config.hidden_size, found.empty)
-    found.targets |= _expert_targets(experts, layer.mlp)
+    layer.mlp = mlp = _empty_experts(experts, found.config.hidden_size, found.empty)
+    found.targets |= _expert_targets(experts, mlp)
+    if experts.are_beside and layer.mlp_norm is not None:
+        names = (f"{name}_feedforward_layernorm_{number}" for name, number in (("post", 1), ("pre", 2), ("post", 2)))
+        post, before, behind = (found.norm(name, found.config.hidden_size) for name in names)
+        mlp.norms, layer.mlp_norm = BesideNorms(layer.mlp_norm, post, before, behind), None
+        mlp.share_scales = found.in_float("router.per_expert_scale", experts.num_experts)
+        write = partial(write_scales, scale=found.config.hidden_size**-0.5)
+        found.targets["router.scale"] = Target(
+            mlp.router.T, write=write, stored_shape=(found.config.hidden_size,), is_scale=True
+        )
 
 
 # by RecurrentConfig.kind
@@ -593,7 +650,8 @@ _RECURRENCES = {"conv": _short_convolution, "linear_attention": _delta_net, "mam
 
 def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -> tuple[LayerWeights, Targets]:
     """A layer's parameters, as `empty` makes them, and the checkpoint's tensors that fill them."""
-    own, layer, found = config.layer(index), LayerWeights(), _Allocation(config, empty, empty_norm)
+    own, config = config.layer(index), config.of_layer(index)
+    layer, found = LayerWeights(), Allocation(config, own, empty, empty_norm)
     before, after, before_mlp, after_mlp = config.norms
     if own.attends or own.is_recurrent:
         layer.attention_norm, layer.attention_post_norm = found.layer_norm(before), found.layer_norm(after)
@@ -604,6 +662,10 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
     if own.has_mlp:
         layer.mlp_norm, layer.mlp_post_norm = found.layer_norm(before_mlp), found.layer_norm(after_mlp)
         (_experts if own.is_sparse else _mlp)(layer, found)
+    if config.has_layer_scale:
+        layer.scale = found.whole("layer_scalar", 1)
+    layer.inputs = None if config.inputs is None else inputs_of(config.inputs, found)
+    layer.streams = None if config.streams is None else streams_of(config.streams, found)
     for name, factor in config.factors:
         _multiply(found.targets, name, factor)
     return layer, {_own_name(config, f"model.layers.{index}.{name}"): one for name, one in found.targets.items()}
@@ -627,7 +689,7 @@ def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWe
 
 
 def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
-    if config.layout == "gpt_oss":
+    if config.layout == OSS:
         return _gpt_oss_targets(config, weights)
     if config.layout in ALL_STACKED:
         shared = _shared_targets("mlp.shared_expert", ("gate_proj", "up_proj", "down_proj"), weights)
@@ -635,18 +697,23 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     if config.layout == "granitemoehybrid":
         return _granite_targets(weights)
     names = _NAMES.get(config.layout, _USUAL_NAMES)
-    num_halves = 1 + config.has_gate
-    projections = names.projections[-1 - num_halves :]  # without a gate: up and down
+    projections = names.projections[-2 - config.has_gate :]  # without a gate: up and down
     targets = {f"{names.router}.weight": Target(weights.router)}
-    is_stacked = config.layout == STACKED_BY_ROWS
+    inner = ("gate_up_proj", "down_proj") if config.layout == BESIDE_SPLIT else projections
+    is_stacked = config.layout in (STACKED_BY_ROWS, BESIDE)
     if is_stacked:
+        owner = names.experts.removesuffix(".{}.{}")
         for name, into in (("gate_up", weights.gate_up), ("down", weights.down)):
-            targets[f"mlp.experts.{name}_proj"] = Target(floats(into), matrix=name)
+            targets[f"{owner}.{name}_proj"] = Target(floats(into), matrix=name)
     for expert in range(0 if is_stacked else config.num_experts):
-        rows = (*floats(weights.gate_up)[expert].chunk(num_halves), floats(weights.down)[expert])
-        for name, into in zip(projections, rows, strict=True):
-            matrix = "down" if name == projections[-1] else "gate_up"
+        rows = (*floats(weights.gate_up)[expert].chunk(len(inner) - 1), floats(weights.down)[expert])
+        for name, into in zip(inner, rows, strict=True):
+            matrix = "down" if name == inner[-1] else "gate_up"
             targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+    if weights.router_bias is not None and weights.gate_up_bias is not None and weights.down_bias is not None:
+        parts = (*weights.gate_up_bias.chunk(2, 1), weights.down_bias)
+        targets |= {f"mlp.experts.{name}_bias": Target(into) for name, into in zip(projections, parts, strict=True)}
+        targets[f"{names.router}.bias"] = Target(weights.router_bias)
     if weights.choice_bias is not None:
         # ERNIE's is [1, experts]
         into = weights.choice_bias.unsqueeze(0) if config.layout == "ernie4_5_moe" else weights.choice_bias

@@ -131,4 +131,8 @@ class RowOperators:
             cache: [layers, 2, blocks, 16, kv_heads, head_dim], contiguous.
             blocks: [cleared], at least one.
         """
-        cache.index_fill_(2, blocks.long(), 0)
+        if cache.device.type != "cpu":
+            cache.index_fill_(2, blocks.long(), 0)
+            return
+        for block in blocks.tolist():  # contiguous memory in each layer: index_fill_ takes three to seven times as long
+            cache[:, :, block].zero_()

@@ -115,7 +115,7 @@ class ModelRunner:
             if engine.deterministic:
                 self._check_rounding(memory)
             self._recorder = None
-            if config.recurrence is None:
+            if config.recurrence is None and not config.is_cut(memory.max_model_len):
                 self._recorder = find_recorder(engine, memory.device, operators)
             self._states: States | None = None
             counted = self._count_graphs(memory)
@@ -346,7 +346,7 @@ class ModelRunner:
         """Zero non-finite numbers in these slots' blocks: later sequences may share them."""
         with torch.inference_mode():
             for slot in slots:
-                blocks = to_device(self._steps.tables.of(slot), self._cache.tensor.device)
+                blocks = to_device(self._steps.tables.of(slot), self._cache.device)
                 self._streams.current.run(partial(self._cache.make_finite, blocks))
 
 

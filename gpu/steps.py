@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.config import BLOCK_SIZE
+from core.config import BLOCK_SIZE, Sight
 from core.plan import Int32Array, StepPlan
 from gpu.adapters import AdaptedRows, SlotAdapters
-from gpu.attention import HostRows, IntArray, RaggedRows
+from gpu.attention import HostRows, IntArray, RaggedRows, rows_in_chunks
 from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
@@ -291,8 +291,8 @@ class Steps:
         self.last_states: LastStates | None = None
         self._model, self._sampler, self._streams, self._cache = model, sampler, streams, cache
         self._operators = operators = model.operators
-        self._windows = model.config.windows
-        engine, device, attention = memory.engine, cache.tensor.device, operators.attention
+        self._sights = model.config.sights
+        engine, device, attention = memory.engine, cache.device, operators.attention
         max_rows, max_tokens = shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
         self._adapters = SlotAdapters(device)
@@ -437,7 +437,7 @@ class Steps:
         dtype, tables = self._operators.attention.index_dtype, self._rows.tables_of(inputs, num_blocks)
         columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
         rows = RaggedRows(*columns, num_decodes=shape.num_decodes, window=None, host=host)
-        attending = rows_by_window(rows, self._windows, self.tables.width * BLOCK_SIZE)
+        attending = rows_by_sight(rows, self._sights, self.tables.width * BLOCK_SIZE)
         batch = Batch(self._rows.tokens_of(inputs), attending, asked, adapted, recurrent)
         return self._model.forward(batch, self._cache)
 
@@ -458,7 +458,8 @@ class Steps:
         if len(places):
             self._rows.change_tables(places, blocks)
         if len(cleared):
-            self._rows.clear_blocks(self._cache.tensor, cleared)
+            for tensor in self._cache.tensors:
+                self._rows.clear_blocks(tensor, cleared)
         if started and len(started[0]):
             assert self._sampler.launched is not None
             self._sampler.launched.put_started(started)
@@ -474,10 +475,15 @@ def _num_asked(shape: StepShape) -> int:
     return shape.num_rows if shape.num_prompts else 0
 
 
-def rows_by_window(
-    rows: RaggedRows, windows: tuple[int | None, ...], max_model_len: int
-) -> dict[int | None, RaggedRows]:
-    """By a layer's window; windows that hide nothing share their rows."""
-    hiding = {window: window if window and window < max_model_len else None for window in windows}
-    found = {window: replace(rows, window=window) for window in set(hiding.values())}
-    return {window: found[hidden] for window, hidden in hiding.items()}
+def rows_by_sight(rows: RaggedRows, sights: tuple[Sight, ...], max_model_len: int) -> dict[Sight, RaggedRows]:
+    """Windows and chunks that hide nothing share their rows with those that have none."""
+    found: dict[Sight, RaggedRows] = {}
+    by_sight = {}
+    for sight in sights:
+        window = sight.window if sight.window and sight.window < max_model_len else None
+        chunk = sight.chunk if sight.chunk and sight.chunk < max_model_len else None
+        seen = replace(sight, window=window, chunk=chunk)
+        if seen not in found:
+            found[seen] = replace(rows, window=window) if chunk is None else rows_in_chunks(rows, chunk)
+        by_sight[sight] = found[seen]
+    return by_sight

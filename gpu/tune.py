@@ -160,8 +160,9 @@ def why_no_cpu_attention(config: ModelConfig) -> str | None:
     """Why the CPU's attention kernel cannot serve where the others do, as a phrase; None: it can."""
     if config.latent is not None:
         return "the kernel does not support latent attention"
-    if config.head_dim % HEAD_DIM_STEP:
-        return f"heads of {config.head_dim}: the kernel supports multiples of {HEAD_DIM_STEP}"
+    for kind in config.kinds:
+        if kind.head_dim % HEAD_DIM_STEP:
+            return f"heads of {kind.head_dim}: the kernel supports multiples of {HEAD_DIM_STEP}"
     if config.attention_cap is not None or config.has_sinks:
         return "the kernel supports neither caps nor sinks"
     return None

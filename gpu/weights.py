@@ -22,6 +22,8 @@ from gpu.parameters import (
     BY_ROWS,
     EMBEDDING,
     HEAD,
+    INPUTS,
+    SPLIT,
     STACKED_BY_ROWS,
     Empty,
     LayerWeights,
@@ -73,8 +75,13 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped.
     """
-    if config.experts is not None and config.experts.layout == BY_ROWS and has_stacked_experts(checkpoint.tensors):
-        config = replace(config, experts=replace(config.experts, layout=STACKED_BY_ROWS))
+    layout, stored = None if config.experts is None else config.experts.layout, checkpoint.tensors
+    if layout == BY_ROWS and has_stacked_experts(stored):
+        layout = STACKED_BY_ROWS
+    if layout in SPLIT and any(".experts.0." in name for name in stored):
+        layout = SPLIT[layout]
+    if config.experts is not None and layout is not None:
+        config = replace(config, experts=replace(config.experts, layout=layout))
     _check(checkpoint, config)
     if not config.tie_embeddings or HEAD not in checkpoint.tensors:
         return config
@@ -181,8 +188,9 @@ def names_in_blocks(targets: Targets, checkpoint: Checkpoint) -> dict[str, list[
 
 
 def ends_in_blocks(targets: Targets, checkpoint: Checkpoint) -> list[str]:
-    """Embedding and head, those of them that are stored so."""
-    return [name for name in (EMBEDDING, HEAD) if name in targets and checkpoint.tensors[name].format in FORMATS]
+    """Embeddings and head, those of them that are stored so."""
+    names = (EMBEDDING, HEAD, INPUTS)
+    return [name for name in names if name in targets and checkpoint.tensors[name].format in FORMATS]
 
 
 def describe_blocks(checkpoint: Checkpoint, why_not: str | None) -> str:
@@ -210,9 +218,11 @@ def _load_blocks_of_ends(weights: ModelWeights, targets: Targets, source: Tensor
     is_tied = weights.lm_head is weights.embedding
     for name in ends_in_blocks(targets, source.checkpoint):
         found = BlockWeight(dtype, (source.blocks(name, targets.pop(name)),))
+        if name == INPUTS and weights.inputs is not None:
+            weights.inputs.embedding = found
         if name == EMBEDDING:
             weights.embedding = found
-        if name == HEAD or is_tied:
+        if name == HEAD or (name == EMBEDDING and is_tied):
             weights.lm_head = found
 
 
@@ -264,7 +274,7 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
     tied = {HEAD} if config.tie_embeddings else set()
     extra_biases = _extra_biases(checkpoint, wanted)
     drafts = {name for name in checkpoint.tensors if name.startswith(_draft_prefixes(config))}
-    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - extra_biases - drafts
+    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - extra_biases - drafts - _unread(config)
     buffers = sorted(name for name in unwanted if is_buffer(name, checkpoint.tensors[name].shape))
     unexpected = sorted(unwanted.difference(buffers))
     if unexpected:
@@ -283,6 +293,13 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
                 f"{header.file}: {name} is stored as {header.format}, which is not the format config.json says."
             )
     return extra_biases
+
+
+def _unread(config: ModelConfig) -> set[str]:
+    """What published checkpoints have of layers that attend over the keys and values of another."""
+    shared = [index for index, layer in enumerate(config.layers) if layer.source is not None]
+    names = [f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm")]
+    return {f"model.layers.{index}.{name}" for index in shared for name in names}
 
 
 def _draft_prefixes(config: ModelConfig) -> tuple[str, ...]:

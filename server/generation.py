@@ -315,7 +315,10 @@ class Generation:
         if not isinstance(prepared, Prepared):
             return prepared
         constraint = prepared.call.constraint
-        grammar = None if constraint is None else await self._shared.grammar_of(constraint, tenant.name)
+        grammar = None
+        if constraint is not None:
+            self._timings.enter(Stage.GRAMMAR, self._clock())
+            grammar = await self._shared.grammar_of(constraint, tenant.name)
         return await self._shared.compute(lambda: self._shared.reader.held(prepared, grammar), weight_of(body))
 
     def _open_answer(self) -> None:

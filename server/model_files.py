@@ -33,12 +33,12 @@ from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, generation_of, keys_of
-from core.gguf_tokenizer import end_ids, tokenizer_files
 from core.grammar import GrammarCompiler
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
 from core.types import Pooling, PoolingKind
 from server.api.decoding import range_of
 from server.api.fields import POOLINGS, PoolingStyle, SamplingFields, tasks_of
+from server.gguf_tokenizer import end_ids, tokenizer_files
 from server.values import show_models
 
 CONFIG_FILE = "config.json"

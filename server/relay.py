@@ -576,11 +576,11 @@ class RelayHandle:
         """No answer has come. What an upstream may be at fault for in the middle of its work is not sent to another."""
         self._pool.note_outcome(self._upstream, False)
         is_safe = fault.is_untouched or isinstance(fault, ConnectionLost)
-        if not (is_safe and self._move(str(fault))):
+        if not (is_safe and self._move(str(fault), takes_same=True)):
             self._fall_back(self._pool.error_of(fault))
 
     def _be_refused(self, head: AnswerHead) -> None:
-        if head.status == 503 and self._move("it refuses requests"):
+        if head.status == 503 and self._move("it refuses requests", takes_same=False):
             return
         settings, asked = self._pool.settings, self._call.model
         error = refusal_of(head.status, bytes(self._document), head, (settings.name_there(asked), asked))
@@ -589,10 +589,10 @@ class RelayHandle:
         else:
             self._fail(error, has_begun=False)
 
-    def _move(self, why: str) -> bool:
-        """Send it to another upstream. False: it cannot be."""
+    def _move(self, why: str, takes_same: bool) -> bool:
+        """Send it to another upstream, see Pool.move. False: it cannot be."""
         failed = self._upstream
-        other = self._pool.move(self._slot) if self._may_retry else None
+        other = self._pool.move(self._slot, takes_same) if self._may_retry else None
         if other is None:
             return False
         logger.warning("the upstream %s failed: %s: %s is asked", failed.url, why, other.url)

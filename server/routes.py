@@ -13,8 +13,7 @@ from urllib.parse import parse_qs, unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.incident import Explanation
-from server import batch_routes, dashboard, openapi, switches, tenant_routes
+from server import batch_routes, dashboard, openapi, request_routes, switches, tenant_routes
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -31,9 +30,9 @@ from server.api import (
 from server.api.decoding import PAGE, decode, is_ascending, page_of
 from server.api.fields import DefaultsOf, GenerationCall, RequestLimits, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import EVENTS, OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
+from server.api.replies import OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Operation, Route
-from server.gate.identity import Caller, Scope
+from server.gate.identity import Scope
 from server.gate.tenants import Tenant
 from server.generation import Generation
 from server.generations import weight_of
@@ -41,11 +40,11 @@ from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, input_items_reply
 from server.ledger.store import Grouping
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
-from server.observing.accounting import NumAsked, ToldRequest, ToldRequests, requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
 from server.relay import Relay, keep_alive_asked
+from server.request_routes import SHOWN_CHARS
 from server.values import nearest
 from server.wire.messages import HttpRequest
 
@@ -53,16 +52,6 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 4096  # of a body, beside its ids
 MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
-REPLY_PREFIXES = (
-    "chatcmpl-",
-    "cmpl-",
-    "resp_",
-    "msg_",
-    "embd-",
-    "rerank-",
-    "score-",
-)  # ids of answers are accepted as they were shown
-_SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 
 
 # Generations, and what only counts or cuts tokens.
@@ -115,7 +104,7 @@ async def show_response(exchange: Exchange) -> None:
     query = parse_qs(exchange.request.query)
     store, tenant = known_responses(exchange), exchange.known_caller.tenant.name
     if what not in ("", "input_items"):
-        message = f"There is no {what[:_SHOWN_CHARS]!r} of a response. Ask for /v1/responses/ID or .../input_items."
+        message = f"There is no {what[:SHOWN_CHARS]!r} of a response. Ask for /v1/responses/ID or .../input_items."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found")
     if query.get("stream", ["false"])[0] == "true":
         message = "A stored response is not streamed again. Leave stream out."
@@ -348,68 +337,6 @@ async def show_tokenizer_info(exchange: Exchange) -> None:
     exchange.send(tokenize.tokenizer_info_reply(reader.tokenizer.special_tokens, template, reader.max_model_len))
 
 
-# Requests in progress and past: how they went, their cancellation, and what a tenant has used.
-
-
-async def list_requests(exchange: Exchange) -> None:
-    server = exchange.server
-    query, recorder = exchange.request.query, server.accounting.recorder
-    exchange.send(requests_reply(query, server.generating(), recorder, server.clock))
-
-
-async def show_request(exchange: Exchange) -> None:
-    server, (shown, _, what) = exchange.server, exchange.argument.partition("/")
-    request_id, tenant = _plain_id(shown), _tenant_of(exchange.known_caller)
-    if what == "stream":
-        last_id = exchange.request.header(b"last-event-id") or b"0"
-        if not last_id.isdigit() or len(last_id) > 18:
-            raise InvalidRequest("Last-Event-ID must be the number of an event of this stream.", "Last-Event-ID")
-        own = exchange.known_caller.tenant.name  # whatever else the caller may see
-        events = server.served.resumable.find(own, request_id)
-        if exchange.request.method == "HEAD":  # whoever reads goes on
-            exchange.send(b"", media_type=EVENTS)
-        else:
-            await events.send_to(exchange.stream, int(last_id))
-        return
-    if what == "why":
-        await switches.explain_request(exchange, request_id, tenant)
-        return
-    exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
-
-
-async def delete_request(exchange: Exchange) -> None:
-    """Cancel by our id alone: other clients could guess a client's own id, and retries repeat it."""
-    if not exchange.server.served.cancel(_plain_id(exchange.argument), _tenant_of(exchange.known_caller)):
-        message = (
-            f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already. "
-            "Use the response's id, which each event of its stream shows, not x-request-id."
-        )
-        raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
-    exchange.send(b'{"status":"cancelled"}')
-
-
-async def show_usage(exchange: Exchange) -> None:
-    """Usage of the caller's tenant, by ?by=day|model|key and ?since=."""
-    served, now = exchange.server.served, datetime.fromtimestamp(exchange.server.clock.unix(), UTC)
-    query = parse_usage(exchange.request.query, exchange.known_caller.tenant.name, now)
-    ledger = served.ledger
-    if ledger is None:
-        raise NO_LEDGER
-    lines = await served.offload(lambda: read_usage(ledger.path, query))
-    exchange.send(usage_reply(query, lines))
-
-
-def _tenant_of(caller: Caller) -> str | None:
-    """The tenant whose requests the caller may see and cancel; None: all tenants."""
-    return None if Scope.ADMIN in caller.scopes else caller.tenant.name
-
-
-def _plain_id(shown: str) -> str:
-    for prefix in REPLY_PREFIXES:
-        shown = shown.removeprefix(prefix)
-    return shown
-
-
 # For other routers.
 
 
@@ -442,6 +369,17 @@ async def show_sleep(exchange: Exchange) -> None:
 
 
 # For operators and monitoring.
+
+
+async def show_usage(exchange: Exchange) -> None:
+    """Usage of the caller's tenant, by ?by=day|model|key and ?since=."""
+    served, now = exchange.server.served, datetime.fromtimestamp(exchange.server.clock.unix(), UTC)
+    query = parse_usage(exchange.request.query, exchange.known_caller.tenant.name, now)
+    ledger = served.ledger
+    if ledger is None:
+        raise NO_LEDGER
+    lines = await served.offload(lambda: read_usage(ledger.path, query))
+    exchange.send(usage_reply(query, lines))
 
 
 async def show_front(exchange: Exchange) -> None:
@@ -710,15 +648,7 @@ ROUTES: dict[str, dict[str, Route]] = {
             Operation("Unload a LoRA adapter", models.UnloadAdapterBody, "adapters", {"lora_name": "mine"}, _TEXT),
         )
     },
-    "/admin/requests": {
-        "GET": _shown(
-            list_requests,
-            "Requests in progress, the slowest and the failed",
-            Scope.ADMIN,
-            answer=ToldRequests,
-            query={"slowest": NumAsked},
-        )
-    },
+    **request_routes.ROUTES,
     "/admin/engine": {
         "GET": _shown(show_engine, "The engine's state and counters", Scope.ADMIN, answer=models.EngineReport)
     },
@@ -765,15 +695,6 @@ _STORED = (
     Operation("A stored response", below="{response_id}", query={"stream": Literal["false"]}),
     Operation("The items of its input", below="{response_id}/input_items", query=PAGE),
 )
-_REQUEST = Operation("How a request went, or how it goes", answer=ToldRequest, below="{request_id}")
-_AGAIN = Operation(
-    "Its stream, from the event behind Last-Event-ID on",
-    answer=None,
-    events=dict[str, Any],
-    below="{request_id}/stream",
-)
-_WHY = Operation("What made a request slow, by simulation", answer=Explanation, below="{request_id}/why")
-_CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")
 _SWITCH = (
     Operation("Load a model that is started on demand", answer=models.ModelState, below="{model}/load"),
     Operation("Unload it", answer=models.ModelState, below="{model}/unload"),
@@ -791,15 +712,8 @@ PREFIXES: dict[str, dict[str, Route]] = {
     },
     **batch_routes.PREFIXES,
     **tenant_routes.PREFIXES,
+    **request_routes.PREFIXES,
     "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN, operations=_SWITCH)},
-    "/admin/requests/": {
-        "GET": Route(show_request, Scope.ADMIN, needs_model=False, operations=(_REQUEST, _AGAIN, _WHY)),
-        "DELETE": Route(delete_request, Scope.ADMIN, operations=(_CANCEL,)),
-    },
-    "/v1/requests/": {
-        "GET": Route(show_request, ASKS, needs_model=False, operations=(_REQUEST, _AGAIN, _WHY)),
-        "DELETE": Route(delete_request, ASKS, operations=(_CANCEL,)),
-    },
 }
 PREFIXES["/responses/"] = PREFIXES["/v1/responses/"]
 
@@ -843,11 +757,11 @@ def _known_route(path: str, method: str) -> tuple[Route, str]:
             if path.startswith(prefix) and len(path) > len(prefix):
                 methods, argument = _below(candidates, path[len(prefix) :]), unquote(path[len(prefix) :])
     if methods is None:
-        raise _not_found(path[:_SHOWN_CHARS])
+        raise _not_found(path[:SHOWN_CHARS])
     route = methods.get("GET" if method == "HEAD" else method)
     if route is None:
         allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in methods)
-        message = f"{path[:_SHOWN_CHARS]} does not take {method}. Allowed: {allowed}."
+        message = f"{path[:SHOWN_CHARS]} does not take {method}. Allowed: {allowed}."
         raise MethodNotAllowed(message, allowed)
     return route, argument
 

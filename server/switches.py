@@ -308,8 +308,9 @@ async def explain_request(exchange: Exchange, request_id: str, tenant: str | Non
 def _outside(flight: RequestRecord, submitted_s: float, ended_s: float) -> Outside:
     timings = flight.timings
     over_s = timings.accepted_s + timings.total_ns / S_NS
-    flush_s = timings.stages_ns().get(Stage.LAST_FLUSH, 0) / S_NS
-    return Outside(submitted_s - timings.accepted_s, max(0.0, over_s - ended_s), flush_s)
+    grammar_s, flush_s = (timings.stages_ns().get(stage, 0) / S_NS for stage in (Stage.GRAMMAR, Stage.LAST_FLUSH))
+    before_s, after_s = submitted_s - timings.accepted_s, max(0.0, over_s - ended_s)
+    return Outside(before_s=before_s, grammar_s=grammar_s, after_s=after_s, last_flush_s=flush_s)
 
 
 _EXAMPLE = {"switch": "prefix_cache", "num_requests": 16, "prompt_tokens": 512}

@@ -24,6 +24,11 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
     "gemma3_text": "gemma3",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "gpt_oss": "gpt-oss",
+    "lfm2_moe": "lfm2moe",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
     "qwen2_5_vl_text": "qwen2vl",
     "qwen3_vl_text": "qwen3vl",
     "granitemoehybrid": "granitehybrid",
@@ -32,6 +37,7 @@ ARCHITECTURES = {
 }
 TURNED = (
     "llama",
+    "arcee",
     "smollm3",
     "granite",
     "granitehybrid",
@@ -68,15 +74,22 @@ def write_gguf(
     names = gguf.get_tensor_name_map(kinds[architecture], _num_blocks(config))
     stored = load_file(directory / "model.safetensors")
     tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
-    for name, rows in _stacked_experts(_with_state_spaces(tensors, config)).items():
+    for name, rows in _stacked_experts(_with_split_experts(_with_state_spaces(tensors, config), config)).items():
         if architecture in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
             rows = _permute(rows, heads)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             rows = rows + 1
-        if name.endswith("shared_expert_gate.weight"):
+        if name.endswith(("shared_expert_gate.weight", "conv.conv.weight", "e_score_correction_bias")):
             rows = rows.squeeze()
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace(".expert_bias", ".expert_bias.bias").replace("self_attn.sinks", "self_attn.sinks.weight")
+        name += ".weight" if name.endswith(("layer_scalar", "correct_output_scale", "experts.gate_up_proj")) else ""
+        name += ".weight" if name.endswith("experts.down_proj") else ""
+        name = re.sub(r"model.layers.(\d+).router.scale", r"blk.\1.ffn_gate_inp.scale", name)
+        name = re.sub(r"model.layers.(\d+).router.per_expert_scale", r"blk.\1.ffn_down_exps.scale", name)
+        if config["model_type"] == "lfm2_moe" and (".feed_forward.experts" in name or ".feed_forward.gate." in name):
+            name = name.removeprefix("model.")
         own = name.replace("mixer.experts", "mlp.experts")
         own = own.replace("model.", "backbone.", 1) if config["model_type"] == "nemotron_h" and own == name else own
         found = names.get_name(own, try_suffixes=(".weight", ".bias")) or names.get_name(name, (".weight",)) or name
@@ -145,18 +158,22 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(_num_blocks(config))
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(_mlp_width(config))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps", config.get("rms_norm_eps")))
     writer.add_vocab_size(config["vocab_size"])
     if family != "gemma2":
         writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
-    if family not in ("phi3", "granitemoehybrid"):
+    if family not in ("phi3", "granitemoehybrid", "gemma4_text"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4", "glm4_moe", "granitemoehybrid"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -169,8 +186,28 @@ def _num_blocks(config: dict[str, Any]) -> int:
     return total
 
 
+def _mlp_width(config: dict[str, Any]) -> Any:
+    """conversion/lfm2.py, _add_feed_forward_length."""
+    return (
+        parse_model_config(config).intermediate_size if config["model_type"] == "lfm2" else config["intermediate_size"]
+    )
+
+
+def _with_split_experts(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """conversion/gpt_oss.py, modify_tensors."""
+    found = dict(tensors)
+    for name in tensors if config["model_type"] == "gpt_oss" else ():
+        stem, _, kind = name.rpartition(".")
+        if kind in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            rows = found.pop(name)
+            rows, end = (rows, "bias") if kind.endswith("_bias") else (rows.transpose(1, 2), "weight")
+            parts = {"down": rows} if kind.startswith("down") else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            found |= {f"{stem}.{part}_proj.{end}": one.contiguous() for part, one in parts.items()}
+    return found
+
+
 def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
-    if family in ("gemma2", "gemma3_text", "phi3"):
+    if family in ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "phi3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     match family:
         case "phi3":
@@ -183,11 +220,13 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_embedding_scale(config["embedding_multiplier"])
             writer.add_residual_scale(config["residual_multiplier"])
             writer.add_logit_scale(config["logits_scaling"])
-        case "mixtral" | "qwen3_moe" | "qwen2_moe":
+        case "mixtral" | "qwen3_moe" | "qwen2_moe" | "lfm2_moe" | "gpt_oss":
             writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
         case _:
             pass
+    if family in ("gemma3n_text", "gemma4_text"):
+        _write_layer_inputs(writer, config)
     if family in ("granitemoehybrid", "falcon_h1", "nemotron_h"):
         _write_state_space(writer, config)
     if family == "glm4_moe":
@@ -198,7 +237,57 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if family in ("qwen3_moe", "qwen2_moe"):
+    if family in ("qwen3_moe", "qwen2_moe", "lfm2_moe", "ernie4_5_moe"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if family in ("lfm2", "lfm2_moe"):
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_head_count_kv([config["num_key_value_heads"] * (one != "conv") for one in config["layer_types"]])
+    if family == "lfm2_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+    if family == "ernie4_5_moe":
+        writer.add_expert_count(config["moe_num_experts"])
+        writer.add_expert_used_count(config["moe_k"])
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    if family == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def _write_layer_inputs(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """conversion/gemma.py: Gemma3NModel and Gemma4Model."""
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if config.get("final_logit_softcapping") is not None:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"] == "gemma3n_text":
+        writer.add_altup_active_idx(config["altup_active_idx"])
+        writer.add_altup_num_inputs(config["altup_num_inputs"])
+        sparse = torch.tensor(config["activation_sparsity_pattern"])
+        writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(sparse).tolist())
+        return
+    own = config["per_layer_config"][str(windowed.index(False))]
+    writer.add_key_length(own["head_dim"])
+    writer.add_value_length(own["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(own["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    if "num_key_value_heads" in own:
+        writer.add_head_count_kv(
+            [config["num_key_value_heads"] if one else own["num_key_value_heads"] for one in windowed]
+        )
+    first_shared, width = len(windowed) - config["num_kv_shared_layers"], config["intermediate_size"]
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([width * (1 + (index >= first_shared)) for index in range(len(windowed))])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
@@ -312,7 +401,7 @@ def _stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarra
     """Each kind of a layer's experts as one tensor, in order."""
     found: dict[str, Any] = {}
     for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
-        merged, count = re.subn(r"\.experts\.\d+\.", ".experts.", name)
+        merged, count = re.subn(r"(\.experts|projections)\.\d+\.", r"\1.", name)
         rows = tensors[name].float().numpy()
         found[merged] = [*found.get(merged, []), rows] if count else rows
     return {name: np.stack(rows) if isinstance(rows, list) else rows for name, rows in found.items()}

@@ -536,6 +536,25 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "llama4_chunks": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "interleave_moe_layer_step": 3,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 32,
+            "use_qk_norm": False,
+            "floor_scale": 24,
+            "attn_scale": 0.3,
+        },
+    ),
     "llama4": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
@@ -553,6 +572,60 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "floor_scale": 16,
             "attn_scale": 0.3,
             "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "num_hidden_layers": 6,
+            "intermediate_size": [112, 80, 112, 112, 48, 112],
+            "sliding_window": 25,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.8, 0.0],
+            "vocab_size_per_layer_input": 250,
+            "hidden_size_per_layer_input": 16,
+            "altup_num_inputs": 3,
+            "laurel_rank": 12,
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "global_head_dim": 40,
+            "num_hidden_layers": 6,
+            "sliding_window": 25,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": 300,
+            "hidden_size_per_layer_input": 16,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma4_moe": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **_HEADS,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 3,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
         },
     ),
     "gpt_oss": (
@@ -579,7 +652,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 # Of each kind of rotation, norm, head, window, sink, activation and expert one: for what is the steps', not a family's
 KINDS = ("llama3", "qwen2", "qwen2_late_window_dynamic", "qwen3", "olmo2", "smollm3", "granite", "phi4_longrope")
-KINDS += ("gemma2", "gemma3", "qwen3_moe", "glm4_moe", "gpt_oss", "lfm2")
+KINDS += ("gemma2", "gemma3", "gemma3n", "gemma4", "qwen3_moe", "glm4_moe", "gpt_oss", "llama4_chunks", "lfm2")
 
 
 def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB", **sizes: int) -> Path:
@@ -590,9 +663,9 @@ def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB",
     config = getattr(transformers, config_class)(**{**_SMALL, **differences, **sizes})
     model = getattr(transformers, model_class)(config)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith(("bias", "sinks", "A_log", ".D")):
+        if name.endswith(("bias", "sinks", "A_log", ".D", "correct_output_scale")):
             torch.nn.init.normal_(parameter, std=0.2)
-        elif "norm" in name:
+        elif "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     if family == "qwen3_vl_moe":  # the hub's files have their experts as [in, out], which transformers reads only

@@ -62,8 +62,8 @@ ROOMS = (
         "adapters",
         "local_models",
     ),
-    ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "switches", "routes"),
-    ("banner", "model_files", "supervision", "loaded_engine", "process"),
+    ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "switches", "request_routes", "routes"),
+    ("banner", "gguf_tokenizer", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )
 

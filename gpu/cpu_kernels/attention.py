@@ -675,21 +675,20 @@ class PagedAttention:
             per_kv=num_heads // num_kv_heads,
             head_dim=head_dim,
             scale=(head_dim**-0.5 if scores.scale is None else scores.scale) * LOG2_E,
+            **self.aim(rows, (num_kv_heads, num_heads // num_kv_heads, head_dim)),
         )
-        self.aim(arguments, rows)
         self._kernel(arguments, torch.get_num_threads())
         return out
 
-    def aim(self, arguments: Arguments, rows: RaggedRows) -> None:
-        """Tell a kernel what its rows see."""
+    def aim(self, rows: RaggedRows, shape: tuple[int, int, int]) -> dict[str, int]:
+        """Arguments that say what rows see, alike in layers that see as far. shape: KV heads, per_kv, head_dim."""
         pieces = rows.layout
         if not isinstance(pieces, Pieces):
-            given = arguments.num_kv_heads, arguments.per_kv, arguments.head_dim
-            pieces = rows.layout = divide(rows, *given, torch.get_num_threads())
-        arguments.pieces, arguments.found, arguments.counts = pieces.places
-        arguments.num_pieces = len(pieces.table)
-        arguments.tables, arguments.table_width = rows.tables.data_ptr(), rows.tables.stride(0)
-        arguments.most_rows, arguments.most_heads = pieces.most_tokens * arguments.per_kv, pieces.most_heads
+            pieces = rows.layout = divide(rows, *shape, torch.get_num_threads())
+        found = dict(zip(("pieces", "found", "counts"), pieces.places, strict=True))
+        found |= {"num_pieces": len(pieces.table), "most_heads": pieces.most_heads}
+        found |= {"tables": rows.tables.data_ptr(), "table_width": rows.tables.stride(0)}
+        return found | {"most_rows": pieces.most_tokens * shape[1]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

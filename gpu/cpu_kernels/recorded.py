@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from llvmlite import ir
 from numba import carray, cfunc, types
@@ -156,13 +157,13 @@ class Recorded:
     Args:
         inputs: buffers that they read; out: what they leave.
         recording: keeps the memory.
-        attending: the arguments of attention's kernels.
+        attending: attention's arguments, as records side by side, of the layers that see as far.
     """
 
     inputs: list[Tensor]
     out: Tensor
     recording: _Recording
-    attending: list[AttentionArguments]
+    attending: list[npt.NDArray[np.void]]
     arguments: Arguments
     table: Tensor  # int64 [calls, 2]
 
@@ -182,6 +183,8 @@ class RecordedLayers:
         """compute(x, rotations, batch): kernels, or Python where it is not recorded."""
         num_rows, is_plain = len(x), batch.asked is None and batch.adapted is None and batch.recurrent is None
         is_plain = is_plain and all(rows.num_decodes == num_rows for rows in batch.attending.values())
+        of_windows = {rows.window: rows for rows in batch.attending.values()}
+        is_plain = is_plain and all(rows is of_windows[rows.window] for rows in batch.attending.values())
         if num_rows > MOST_ROWS or not is_plain:
             return compute(x, rotations, batch)
         if num_rows not in self._recorded:
@@ -194,8 +197,11 @@ class RecordedLayers:
         for buffer, found in zip(recorded.inputs, _tensors(x, rotations, batch), strict=True):
             buffer.copy_(found)
         attending = {rows.window: rows for rows in batch.attending.values()}
-        for arguments in recorded.attending:
-            self._attention.aim(arguments, attending[None if arguments.window == NO_WINDOW else arguments.window])
+        for records in recorded.attending:
+            window, *shape = (int(records[0][name]) for name in ("window", "num_kv_heads", "per_kv", "head_dim"))
+            rows = attending[None if window == NO_WINDOW else window]
+            for name, value in self._attention.aim(rows, (shape[0], shape[1], shape[2])).items():
+                records[name] = value
         recorded.arguments.num_arrived = recorded.arguments.num_done = 0
         self._kernel(recorded.arguments, torch.get_num_threads())
         return recorded.out
@@ -209,8 +215,8 @@ class RecordedLayers:
         num_rows, calls = len(x), recording.calls
         self._recorded[num_rows] = None
         if recording.is_whole:
-            attending = [arguments for _, arguments in calls if isinstance(arguments, AttentionArguments)]
-            table = torch.tensor([(kernel, ctypes.addressof(arguments)) for kernel, arguments in calls])
+            attending, places = _side_by_side([one for _, one in calls if isinstance(one, AttentionArguments)])
+            table = torch.tensor([(kernel, places.get(id(one), ctypes.addressof(one))) for kernel, one in calls])
             arguments = Arguments(
                 calls=table.data_ptr(),
                 num_calls=len(calls),
@@ -220,6 +226,17 @@ class RecordedLayers:
             inputs = _tensors(x, rotations, kept)
             self._recorded[num_rows] = Recorded(inputs, out, recording, attending, arguments, table)
         return out
+
+
+def _side_by_side(calls: list[AttentionArguments]) -> tuple[list[npt.NDArray[np.void]], dict[int, int]]:
+    """Copies as records, an array for each window; and the address of each one's copy, by its id."""
+    found, places = list[npt.NDArray[np.void]](), dict[int, int]()
+    for window in {one.window for one in calls}:
+        alike = [one for one in calls if one.window == window]
+        copies = (AttentionArguments * len(alike))(*alike)
+        places |= {id(one): ctypes.addressof(copy) for one, copy in zip(alike, copies, strict=True)}
+        found.append(np.frombuffer(memoryview(copies).cast("B"), np.dtype(AttentionArguments)))  # keeps the copies
+    return found, places
 
 
 def _tensors(x: Tensor, rotations: "list[Rotation]", batch: "Batch") -> list[Tensor]:

@@ -287,6 +287,8 @@ def knows_fp8(device: torch.device) -> bool:
 
 def why_not_this_model(config: ModelConfig) -> str | None:
     """Why the kernels do not support the model, as a phrase; None: they do."""
+    if len(config.kinds) > 1 or config.inputs is not None:
+        return "the kernels support layers of one size, without inputs of their own"
     if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
         return f"heads of {config.head_dim}: the kernels support even ones of up to {MAX_HEAD_DIM}"
     if config.hidden_size > MAX_HIDDEN_SIZE:

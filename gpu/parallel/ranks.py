@@ -225,6 +225,8 @@ def _obstacles(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> Ite
     """
     if whole.recurrence is not None and num_ranks > 1:
         yield "its recurrent layers are not split"
+    if (whole.inputs is not None or len(whole.kinds) > 1) and num_ranks > 1:
+        yield "layers that differ in their sizes, or have inputs of their own, are not split"
     if whole.num_heads % num_ranks:
         yield f"{whole.num_heads} heads do not split into {num_ranks} parts"
     if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:

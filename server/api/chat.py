@@ -15,15 +15,11 @@ from server.api.fields import (
     DefaultsOf,
     GenerationCall,
     MaxTokens,
-    Message,
     NumLikely,
-    Prediction,
-    chat_prompt,
-    flatten,
     generation_call,
     num_logprobs_of,
-    with_end,
 )
+from server.api.history import Message, Prediction, chat_prompt, flatten, with_end
 from server.api.known_fields import rules_of
 from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import (

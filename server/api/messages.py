@@ -24,14 +24,10 @@ from server.api.fields import (
     GenerationCall,
     GenerationDefaults,
     MaxTokens,
-    Message,
     SamplingFields,
-    chat_prompt,
     generation_call,
-    joined_turn,
-    missing_field,
-    with_end,
 )
+from server.api.history import Message, chat_prompt, joined_turn, missing_field, with_end
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of

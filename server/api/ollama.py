@@ -23,13 +23,12 @@ from server.api.fields import (
     GenerationCall,
     GenerationDefaults,
     MaxTokens,
-    Message,
     NumLikely,
     TextPrompt,
-    chat_prompt,
     generation_call,
     num_logprobs_of,
 )
+from server.api.history import Message, chat_prompt
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
 from server.api.reasoning import ThoughtWishes, answer_parser, parts_of, wishes_of

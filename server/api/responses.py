@@ -14,21 +14,15 @@ from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode
 from server.api.fields import (
     ChatPrompt,
-    Content,
     DefaultsOf,
     GenerationCall,
     MaxTokens,
-    Message,
     NumLikely,
     SamplingFields,
-    chat_prompt,
     check_range,
-    checked_role,
-    flatten,
     generation_call,
-    joined_turn,
-    missing_field,
 )
+from server.api.history import Content, Message, chat_prompt, checked_role, flatten, joined_turn, missing_field
 from server.api.known_fields import rules_of
 from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries

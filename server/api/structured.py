@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from core import constraints
+from core.client_grammars import client_grammar
 from core.constraints import ANY_OBJECT, Allowance, GrammarSpec, Tag
 from core.errors import InvalidRequest
 from server.api.decoding import parse_object, shaped
@@ -203,5 +204,5 @@ _MAKERS: dict[str, Any] = {
     "json": _schema,
     "regex": constraints.regex,
     "choice": constraints.choice,
-    "grammar": constraints.client_grammar,
+    "grammar": client_grammar,
 }

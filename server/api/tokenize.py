@@ -8,7 +8,8 @@ import msgspec
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
 from server.api.decoding import decode
-from server.api.fields import ChatPrompt, Message, TextPrompt, chat_prompt, with_end
+from server.api.fields import ChatPrompt, TextPrompt
+from server.api.history import Message, chat_prompt, with_end
 from server.api.known_fields import rules_of
 from server.api.tools import FunctionTool, tool_wishes
 from server.wire import sse

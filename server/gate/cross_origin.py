@@ -130,8 +130,8 @@ def is_operators(request: HttpRequest, peer: Peer, trusts_proxies: bool) -> bool
     hosts = [value for name, value in request.headers if name == b"host"]
     if len(hosts) != 1 or _LOOPBACK_HOST.fullmatch(hosts[0]) is None:
         return False
-    if any(_FORWARDING.fullmatch(name) for name, _ in request.headers):
-        return False
+    if request.is_http10 or any(_FORWARDING.fullmatch(name) for name, _ in request.headers):
+        return False  # nginx asks in HTTP/1.0 unless it is told otherwise, and no browser does
     origin, site = request.header(b"origin"), request.header(b"sec-fetch-site")
     is_own = origin is None or origin in (b"http://" + hosts[0], b"https://" + hosts[0])
     return is_own and site in (None, b"same-origin", b"none")

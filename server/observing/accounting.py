@@ -23,7 +23,7 @@ from core.types import FinishReason, Usage
 from server.clock import Clock
 from server.gate.identity import LOCAL_CALLER, Caller, mask_keys
 from server.gate.tenants import LOCAL_NAME, OwnDeadlineExceeded
-from server.observing.logs import AccessRecord, access_is_logged, log_access
+from server.observing.logs import AccessRecord, RequestOutcome, access_is_logged, log_access
 from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
 from server.observing.timing import MS_NS, S_NS, Stage, StageClock
 from server.wire.messages import Headers, HttpRequest, Peer
@@ -106,7 +106,7 @@ class Interval(msgspec.Struct, frozen=True):
     duration_ms: float
 
 
-class ToldRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ToldRequest(RequestOutcome, frozen=True, kw_only=True, omit_defaults=True):
     """A request as GET /v1/requests/ID tells it; what is missing was not so, or has not come so far.
 
     Args:
@@ -115,7 +115,7 @@ class ToldRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         prefill_chunks: steps that computed some of its prompt.
         detokenize_ms: the loop's work on its tokens, within other stages.
         stages: those it has left, in order.
-        status and what follows: see AccessRecord.
+        status: see AccessRecord.
     """
 
     id: str
@@ -131,18 +131,6 @@ class ToldRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     detokenize_ms: float | None = None
     status: int | None = None
     duration_ms: float | None = None
-    ttft_ms: float | None = None
-    num_prompt_tokens: int | None = None
-    num_cached_tokens: int | None = None
-    num_completion_tokens: int | None = None
-    finish_reason: str | None = None
-    error_code: str | None = None
-    http2_error: str | None = None
-    key_id: str | None = None
-    client: str | None = None
-    certificate_subject: str | None = None
-    trace_id: str | None = None
-    upstream: str | None = None
 
 
 class ToldRequests(msgspec.Struct, frozen=True, kw_only=True):

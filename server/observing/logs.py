@@ -53,19 +53,39 @@ _LABELS = {
 access_logger = logging.getLogger("server.access")
 
 
-class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of an access line. Times in milliseconds from the request's first byte; None: it never came so far.
+class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request went. Times in milliseconds from its first byte; None: it never came so far.
 
     Args:
-        status: as sent; 499 if the client left first.
         finish_reason: of a generation's sequences, each once.
         http2_error: the code of the RST_STREAM or GOAWAY that was sent instead of an answer with that status.
-        tenant: None: not identified, or an open server's.
         key_id: Caller.key_id.
         client: its address, and its port if known.
         certificate_subject: of the client's certificate.
         trace_id: of the trace that it came with, or began.
         upstream: that answered, and its version.
+    """
+
+    ttft_ms: float | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    finish_reason: str | None = None
+    error_code: str | None = None
+    http2_error: str | None = None
+    key_id: str | None = None
+    client: str | None = None
+    certificate_subject: str | None = None
+    trace_id: str | None = None
+    upstream: str | None = None
+
+
+class AccessRecord(RequestOutcome, frozen=True, kw_only=True):
+    """The fields of an access line.
+
+    Args:
+        status: as sent; 499 if the client left first.
+        tenant: None: not identified, or an open server's.
         stages_ms: add up to its whole time.
     """
 
@@ -74,19 +94,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     status: int
     duration_ms: float
-    ttft_ms: float | None = None
-    num_prompt_tokens: int | None = None
-    num_cached_tokens: int | None = None
-    num_completion_tokens: int | None = None
-    finish_reason: str | None = None
-    error_code: str | None = None
-    http2_error: str | None = None
     tenant: str | None = None
-    key_id: str | None = None
-    client: str | None = None
-    certificate_subject: str | None = None
-    trace_id: str | None = None
-    upstream: str | None = None
     stages_ms: dict[str, float] | None = None
 
 

@@ -27,6 +27,7 @@ class Stage(StrEnum):
     VALIDATE = "validate"
     TEMPLATE = "template"
     TOKENIZE = "tokenize"
+    GRAMMAR = "grammar"  # of a structured answer: compiled, after those that wait for the same thread
     QUEUE = "queue"  # from the engine's inbox to the step that admits it
     UPSTREAM_CONNECT = "upstream_connect"  # until the request is on its way to an upstream, where there are any
     PREFILL = "prefill"

@@ -298,6 +298,7 @@ const isShown = (row) => row.id === shownId;
 const WITHOUT = {
   neighbours_prompts: "other requests' prompts", preemption: "preemption", quota_pauses: "pauses of its quota",
   slow_reader: "its client's slow reading", slow_steps: "steps held up", cold_cache: "a cold cache",
+  grammar: "the compilation of its grammar",
 };
 
 /** @param {any} found what /admin/requests/ID/why tells; null: nothing yet */

@@ -86,7 +86,8 @@ class _Http1:
                 if isinstance(event, h11.EndOfMessage):
                     break
         except h11.RemoteProtocolError as error:
-            raise ConnectionFault(Http2ErrorCode.NO_ERROR, f"It does not speak HTTP/1.1: {error}.") from error
+            what = f"does not speak HTTP/1.1: {error}" if data else "has closed the connection in an answer"
+            raise ConnectionFault(Http2ErrorCode.NO_ERROR, f"It {what}.") from error
 
     def _tell(self, exchange: Exchange, event: Any) -> None:
         if isinstance(event, h11.InformationalResponse):

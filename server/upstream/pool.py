@@ -571,16 +571,19 @@ class Pool:
 
         return cost_of
 
-    def move(self, slot: Slot) -> Upstream | None:
-        """Another upstream for a request that has not been answered, at once; None: there is none, or no budget."""
+    def move(self, slot: Slot, takes_same: bool) -> Upstream | None:
+        """Another upstream for a request that has not been answered, at once; None: there is none, or no budget.
+
+        Args:
+            takes_same: where there is no other, the same one: its connection was lost, or it refused a stream.
+        """
         failed = slot.upstream
         assert failed is not None
         if self._retries < 1:
             return None
         upstream = self._choose(slot, self._loop.time(), without=(failed,))
         if upstream is None:
-            # The same one, if it is well: its connection was lost, or it refused a stream
-            if failed not in self.upstreams or not failed.is_in(self._loop.time()):
+            if not takes_same or failed not in self.upstreams or not failed.is_in(self._loop.time()):
                 return None
             upstream = failed
         self._retries -= 1

@@ -512,6 +512,7 @@ class Http1Protocol:
             headers=headers,
             has_body=has_body,
             expects_continue=expects_continue,
+            is_http10=self._is_http10,
         )
 
     def _read_body(self, events: list[Event]) -> None:

@@ -38,6 +38,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
     headers: Headers
     has_body: bool
     expects_continue: bool = False
+    is_http10: bool = False
 
     def header(self, name: bytes) -> bytes | None:
         """The first field of that name (lower case), or None."""

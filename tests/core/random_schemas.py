@@ -9,6 +9,59 @@ PATTERNS = ["^[a-z]{1,8}$", "^\\d{3}-\\d{4}$", "^(foo|bar)+$", "^[A-F0-9]{2}(:[A
 TEXTS = ["", "x", "two words", "ü", "\n", '"', "\\", "{}", "日本語", "null", "1"]
 
 
+CLASSES = [
+    "^[^a-z]{1,4}$",
+    r"^\D\d?$",
+    r"^[^ <>]{1,5}$",
+    r"^[\w.-]+@x$",
+    "a|b",
+    "^é?x$",
+    r"^(?:ab|[^\\/])+$",
+    r"^[\]\[^-]{2}$",
+]
+VALUES = [
+    "",
+    "a",
+    "1",
+    "true",
+    "None",
+    "x y",
+    "1.0",
+    "[1]",
+    "'q'",
+    '"q"',
+    "</x>",
+    0,
+    1,
+    -3,
+    2.5,
+    None,
+    True,
+    [1],
+    [],
+    {},
+]
+BESIDE_VALUES: list[dict[str, Any]] = [
+    {},
+    {"type": "string"},
+    {"type": ["string", "null"]},
+    {"maxLength": 2},
+    {"minimum": 1},
+    {"minItems": 1},
+]
+SHARED: dict[str, Any] = {
+    "e": {"enum": ["1", "x y", "true", "2", 5]},
+    "i": {"type": "integer", "minimum": 1, "maximum": 30},
+    "s": {"type": "string", "maxLength": 4},
+    "o": {
+        "type": "object",
+        "properties": {"k": {"$ref": "#/$defs/i"}},
+        "required": ["k"],
+        "additionalProperties": False,
+    },
+}
+
+
 class SchemaMaker:
     """
     Args:
@@ -109,3 +162,57 @@ class SchemaMaker:
                 "additionalProperties": False,
             }
         return {"$ref": f"#/$defs/{name}"}
+
+    def parameters(self) -> dict[str, Any]:
+        """Of a function: keywords beside one another that have little to do with each other."""
+        names = self.rng.sample(
+            ["a", "b_2", "with space", "größe", "a-b", "x.y", "1st", "a:b"], self.rng.randrange(1, 4)
+        )
+        made: dict[str, Any] = {"type": "object", "properties": {name: self.combined(0) for name in names}}
+        made["required"] = [name for name in names if self.rng.random() < 0.6]
+        if self.rng.random() < 0.2:
+            del made["properties"], made["required"]
+            made["additionalProperties"] = self.combined(0)
+        elif self.rng.random() < 0.8:
+            made["additionalProperties"] = self.rng.choice([False, False, {"type": "integer"}])
+        return {**made, "$defs": {**SHARED, **self.definitions}}
+
+    def combined(self, depth: int) -> Any:
+        rng = self.rng
+        if depth > 2:
+            return self.any(3)
+        match rng.randrange(11):
+            case 0:
+                return {"enum": rng.sample(VALUES, rng.randrange(1, 6)), **rng.choice(BESIDE_VALUES)}
+            case 1:
+                return {"const": rng.choice(VALUES), **rng.choice(BESIDE_VALUES)}
+            case 2:
+                kind = rng.choice(["string", ["string", "null"], ["string", "integer"]])
+                return {"type": kind, "pattern": rng.choice(CLASSES), **rng.choice([{}, {"maxLength": 9}])}
+            case 3:
+                beside: dict[str, Any] = rng.choice(
+                    [{}, {"title": "x"}, {"type": "string"}, {"maxLength": 2}, {"enum": ["1", "x y", 5]}]
+                )
+                return {"$ref": f"#/$defs/{rng.choice('eiso')}"} | beside
+            case 4:
+                more: list[dict[str, Any]] = rng.choice(
+                    [[], [{"type": "string"}], [{"maxLength": 3}], [{"enum": ["x y", "2", 4]}]]
+                )
+                return {"allOf": [{"$ref": f"#/$defs/{rng.choice('eiso')}"}, *more]}
+            case 5:
+                items = rng.choice([True, {}, {"const": "a,b"}, self.combined(depth + 1)])
+                return {"type": "array", "items": items, "maxItems": rng.randrange(3)}
+            case 6:
+                kind = rng.choice(["integer", "number", ["integer", "null"], ["number", "string"]])
+                return {"type": kind, "multipleOf": rng.choice([2, 0.5, 7]), "minimum": 0, "maximum": 100}
+            case 7:
+                some = [self.combined(depth + 1) for _ in range(rng.randrange(1, 4))]
+                return {rng.choice(["anyOf", "anyOf", "oneOf"]): [*some, {"type": rng.choice(["null", "string"])}]}
+            case 8:
+                others: Any = rng.choice([True, False, {"type": "integer"}, self.combined(depth + 1)])
+                named: dict[str, Any] = rng.choice([{}, {"properties": {rng.choice(NAMES): self.combined(depth + 1)}}])
+                return {"type": "object", "additionalProperties": others, **named}
+            case 9:
+                return {"type": ["string", "null"], "format": rng.choice(FORMATS)}
+            case _:
+                return self.any(2)

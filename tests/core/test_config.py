@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from core.config import LayerConfig, RopeConfig
+from core.config import LayerConfig, RopeConfig, Sight
 from core.config_json import parse_model_config, stated_context
 from core.errors import BadCheckpoint, UnsupportedModel
 
@@ -123,13 +123,13 @@ def test_unused_sliding_windows_are_no_obstacle() -> None:
     fields = {"use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21}
     parsed = parse_model_config(llama(architectures=["Qwen2ForCausalLM"], **fields))
     assert parsed == parse_model_config(llama(architectures=["Qwen2ForCausalLM"]))
-    assert parsed.windows == (None,)
+    assert parsed.sights == (Sight(),)
 
 
 def test_a_missing_sliding_window_is_mistrals_default_and_null_is_none() -> None:
     mistral = llama(architectures=["MistralForCausalLM"])
-    assert parse_model_config(mistral).windows == (4096,)
-    assert parse_model_config({**mistral, "sliding_window": None}).windows == (None,)
+    assert parse_model_config(mistral).sights == (Sight(4096),)
+    assert parse_model_config({**mistral, "sliding_window": None}).sights == (Sight(),)
 
 
 def gemma3(**changes: Any) -> dict[str, Any]:
@@ -331,17 +331,15 @@ def test_the_language_model_of_a_vision_model_is_read_in_each_spelling() -> None
         assert (config.rope, config.qkv_bias, config.hidden_size) == (RopeConfig(1_000_000.0), True, 4096)
 
 
-def test_llama_4_is_served_for_one_chunk_of_context() -> None:
+def test_llama_4_sees_chunks_where_it_rotates() -> None:
     scout = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16_384}
     scout |= {"num_hidden_layers": 48, "num_attention_heads": 40, "max_position_embeddings": 10_485_760}
     scout |= {"no_rope_layers": [], "hidden_act": "silu"}
     config = parse_model_config({"architectures": ["Llama4ForConditionalGeneration"], "text_config": scout})
     kinds = [layer.rope is not None and layer.rope.kind for layer in config.layers[:4]]
-    assert (config.num_parameters, config.max_position, kinds) == (
-        107_769_861_120,
-        8192,
-        ["default", "default", "default", "none"],
-    )
+    assert (config.num_parameters, config.max_position) == (107_769_861_120, 10_485_760)
+    assert kinds == ["default", "default", "default", "none"]
+    assert [layer.chunk for layer in config.layers[:4]] == [8192, 8192, 8192, None]
 
 
 def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
@@ -398,3 +396,55 @@ def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
 def test_malformed_fields_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BadCheckpoint, match=r"config\.json: "):
         parse_model_config(llama(**changes))
+
+
+def gemma4(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    return llama(architectures=["Gemma4ForCausalLM"], head_dim=24, **{**fields, **changes})
+
+
+def test_gemma_4_has_larger_heads_where_there_is_no_window() -> None:
+    published = gemma4(global_head_dim=40, num_global_key_value_heads=1, attention_k_eq_v=True)
+    written = gemma4(attention_k_eq_v=True)
+    written["per_layer_config"] = {str(index): {"head_dim": 40, "num_key_value_heads": 1} for index in (1, 3)}
+    parsed = parse_model_config(published)
+    assert parsed.layers == parse_model_config(written).layers
+    assert parsed.cached_heads == ((2, 24), (1, 40)) * 2
+    assert [layer.has_values for layer in parsed.layers] == [True, False] * 2
+
+
+def test_layers_without_keys_attend_over_the_last_that_sees_as_far() -> None:
+    parsed = parse_model_config(
+        gemma4(num_hidden_layers=6, layer_types=None, sliding_window_pattern=2, num_kv_shared_layers=2)
+    )
+    assert [layer.source for layer in parsed.layers] == [None] * 4 + [2, 3]
+    assert len(parsed.cached_heads) == 4
+
+
+def llama4(**changes: Any) -> dict[str, Any]:
+    fields = {"intermediate_size_mlp": 32, "num_local_experts": 2, "num_hidden_layers": 2, "no_rope_layers": [1, 1]}
+    return llama(architectures=["Llama4ForCausalLM"], **{**fields, **changes})
+
+
+def test_chunks_bound_what_a_token_depends_on_where_all_layers_have_them() -> None:
+    assert parse_model_config(llama4(attention_chunk_size=64)).longest_window == 64
+    assert parse_model_config(llama4(attention_chunk_size=64, no_rope_layers=[1, 0])).longest_window is None
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (gemma4(per_layer_config={"1": {"hidden_size": 8}}), "per_layer_config"),
+        (llama(per_layer_config={"1": {"head_dim": 8}}), "per_layer_config"),
+        (gemma4(num_kv_shared_layers=4), "num_kv_shared_layers=4"),
+        (gemma4(use_bidirectional_attention="all"), "use_bidirectional_attention"),
+        (llama4(attention_chunk_size=24), "attention_chunk_size"),
+    ],
+)
+def test_what_differs_by_layer_and_is_not_computed_is_refused_by_name(config: dict[str, Any], match: str) -> None:
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=match):
+        parse_model_config(config)

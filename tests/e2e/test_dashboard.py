@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -118,11 +119,10 @@ def type_into(page: Browser, place: str, text: str) -> None:
 
 
 @contextmanager
-def browsing(directory: Path) -> Iterator[Browser]:
+def browsing(directory: Path, *flags: str) -> Iterator[Browser]:
     (read_commands, commands), (answers, write_answers) = os.pipe(), os.pipe()
-    shell = (
-        f"exec chromium {' '.join(FLAGS)} --user-data-dir={directory}/chromium 3<&{read_commands} 4>&{write_answers}"
-    )
+    command = shlex.join(("chromium", *FLAGS, *flags, f"--user-data-dir={directory}/chromium"))
+    shell = f"exec {command} 3<&{read_commands} 4>&{write_answers}"
     passed = read_commands, write_answers
     with subprocess.Popen(["bash", "-c", shell], pass_fds=passed, stderr=subprocess.DEVNULL) as process:
         for one in passed:
@@ -391,6 +391,39 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
         assert page.failures == []
+
+
+# A Blob has no media type, so that browsers ask nobody before they send it
+BODY = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 1})
+ASK = f'fetch(URL, {{method: "POST", mode: MODE, body: new Blob([{json.dumps(BODY)}])}})'
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_without_keys_no_page_of_another_site_asks_neither_across_origins_nor_by_a_name_that_leads_here(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = spawn()
+    server.wait_ready()
+    own, rebound = (f"http://{name}:{server.port}" for name in ("127.0.0.1", "evil.example"))
+    with browsing(tmp_path, "--host-resolver-rules=MAP evil.example 127.0.0.1") as page:
+
+        def status(origin: str, url: str, mode: str = "cors") -> Any:
+            """Of what a page of the origin asks; 0: it is not told."""
+            page.call("Page.navigate", url=f"{origin}/health")
+            page.wait("document.readyState === 'complete'")
+            post_it, get_it = ASK.replace("URL", json.dumps(url)).replace("MODE", json.dumps(mode)), f"fetch({url!r})"
+            asked = post_it if url.endswith("completions") else get_it
+            told = page.call("Runtime.evaluate", expression=f"{asked}.then(one => one.status)", awaitPromise=True)
+            return told["result"].get("value")
+
+        assert status(own, f"{own}/v1/completions") == 200
+        assert status(own, f"{own}/v1/models") == 200
+        assert status(rebound, f"{rebound}/v1/models") == 403
+        assert status(rebound, f"{rebound}/v1/completions") == 403
+        assert status(f"http://localhost:{server.port}", f"{own}/v1/completions", "no-cors") == 0
+        wait_for(lambda: server.log.count("POST /v1/completions 403") == 2, lambda: server.log_tail)
+        assert server.log.count("POST /v1/completions 200") == 1
 
 
 AXE = """axe.run().then((told) => { window.found = told.violations.map((one) =>

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from core.config import Sight
 from core.plan import StepPlan
 from gpu.attention import DecodeGroup, PromptGroup, RaggedRows, TorchAttention
 from gpu.rows import DeviceTables, RowOperators, StepInputs, StepTokens
-from gpu.steps import BlockTables, StepLayout, inputs_in, lay_out, pack, rows_by_window
+from gpu.steps import BlockTables, StepLayout, inputs_in, lay_out, pack, rows_by_sight
 
 SCRATCH = 100
 TORCH = TorchAttention(torch.float32, torch.device("cpu"))
@@ -18,11 +19,11 @@ class Built:
     layout: StepLayout
     inputs: StepInputs
     tokens: StepTokens
-    attending: dict[int | None, RaggedRows]
+    attending: dict[Sight, RaggedRows]
 
     def groups(self, window: int | None = None) -> list[DecodeGroup | PromptGroup]:
         """Who attends together, as torch's attention has it."""
-        rows = self.attending[window]
+        rows = self.attending[Sight(window)]
         assert rows.host is not None
         return TORCH.groups_of(rows.host, rows.num_decodes, rows.window)
 
@@ -38,7 +39,7 @@ class Builder:
         scratch: int = SCRATCH,
     ) -> None:
         self.tables = BlockTables(8, max_model_len, scratch)
-        self._windows, self._are_own_alone = windows, are_own_alone
+        self._sights, self._are_own_alone = tuple(map(Sight, windows)), are_own_alone
         last_tokens = torch.arange(8) + 1000  # slot 3's is 1003
         tables = DeviceTables(torch.from_numpy(self.tables.blocks), last_tokens, scratch, scratch + 1)
         self._rows = RowOperators(tables, 0, 0)
@@ -50,5 +51,5 @@ class Builder:
         inputs = inputs_in(torch.from_numpy(pack(layout, layout.shape, num_asked)), layout.shape, num_asked)
         columns = (self._rows.tables_of(inputs, self.tables.width), inputs.ends, inputs.offsets)
         rows = RaggedRows(*columns, layout.num_own, window=None, host=self.tables.rows_of(layout))
-        attending = rows_by_window(rows, self._windows, self.tables.width * 16)
+        attending = rows_by_sight(rows, self._sights, self.tables.width * 16)
         return Built(layout, inputs, self._rows.tokens_of(inputs), attending)

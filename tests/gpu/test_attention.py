@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from core.config import Sight
 from core.plan import SequenceStart
 from gpu.attention import PLAIN, DecodeGroup, PromptGroup, TorchAttention
 from gpu.kv_cache import LayerKV
@@ -59,7 +60,7 @@ def test_mixed_rows_attend_as_the_textbook_says(
     )
     batch = Builder(160, (None, window), scratch=NUM_BLOCKS).build(plan)
     query = torch.randn(plan.num_tokens, num_heads, HEAD_DIM, generator=generator)
-    got = TORCH.attend(query, kv, batch.attending[window], PLAIN)
+    got = TORCH.attend(query, kv, batch.attending[Sight(window)], PLAIN)
     places = {slot: token for token, slot in enumerate(batch.tokens.kv_slots.tolist())}
     for row, (start, length) in enumerate(rows):
         context = both[:, tables[row]].flatten(1, 2)  # [2, context, kv_heads, dim]

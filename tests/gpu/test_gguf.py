@@ -80,6 +80,11 @@ AS_LLAMA_CPP_HAS_IT: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "olmo2": {},
     "phi3": {},
+    "arcee": {},
+    "ernie4_5_moe": {},
+    "gpt_oss": {},
+    "lfm2": {"block_auto_adjust_ff_dim": True},
+    "lfm2_moe": {},
     "gemma2": {"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"query_pre_attn_scalar": 24, "layer_types": None, "sliding_window_pattern": 6},
 }
@@ -91,6 +96,23 @@ def test_newer_families_give_the_same_tokens_as_their_safetensors(name: str, tmp
     file = write_gguf(source, tmp_path / "model.gguf")
     assert model_of(file) == parse_model_config(read_config(source) | {"dtype": None})
     assert greedy(file) == greedy(source)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4_moe"])
+def test_layers_that_differ_give_the_same_tokens_as_their_safetensors(
+    name: str, tmp_path: Path, model_directory
+) -> None:
+    directory = model_directory(name)
+    config, factors = read_config(directory), None
+    if name != "gemma3n":
+        head_dim = config["per_layer_config"]["1"]["head_dim"]
+        num_turning = int(head_dim * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+        factors = (1.0,) * num_turning + (float(np.float32(1e30)),) * (head_dim // 2 - num_turning)
+    file = write_gguf(directory, tmp_path / "model.gguf", rope_factors=None if factors is None else np.array(factors))
+    found, expected = model_of(file, factors), parse_model_config(config | {"dtype": None})
+    assert [replace(layer, sparsity=round(layer.sparsity, 6)) for layer in found.layers] == list(expected.layers)
+    assert replace(found, layers=expected.layers) == expected
+    assert greedy(file, factors) == greedy(directory)
 
 
 STATE_SPACES: dict[str, dict[str, Any]] = {

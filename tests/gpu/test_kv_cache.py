@@ -31,22 +31,22 @@ def cache() -> KVCache:
     """Block b holds b + 1 everywhere, scratch 0."""
     made = KVCache(CONFIG, 5, torch.float32, torch.device("cpu"))
     for block in range(5):
-        made.tensor[:, :, block] = block + 1
+        made.tensors[0][:, :, block] = block + 1
     return made
 
 
 def contents(cache: KVCache) -> list[float]:
     """The one value of each block."""
-    per_block = cache.tensor.transpose(0, 2).flatten(1)
+    per_block = cache.tensors[0].transpose(0, 2).flatten(1)
     assert (per_block == per_block[:, :1]).all()
     return per_block[:, 0].tolist()
 
 
 def test_a_new_cache_is_zero_and_has_a_scratch_block() -> None:
     cache = KVCache(CONFIG, 5, torch.bfloat16, torch.device("cpu"))
-    assert cache.tensor.shape == (3, 2, 6, 16, 2, 2)
-    assert cache.tensor.dtype == torch.bfloat16
-    assert not cache.tensor.any()
+    assert cache.tensors[0].shape == (3, 2, 6, 16, 2, 2)
+    assert cache.tensors[0].dtype == torch.bfloat16
+    assert not cache.tensors[0].any()
     assert cache.scratch_block == 5
 
 
@@ -56,16 +56,16 @@ def test_copied_blocks_are_equal_in_all_layers(cache: KVCache) -> None:
 
 
 def test_make_finite_leaves_finite_values_alone(cache: KVCache) -> None:
-    cache.tensor[1, 0, 2, 5, 0, 0], cache.tensor[0, 1, 2, 6, 1, 1] = math.nan, -math.inf
+    cache.tensors[0][1, 0, 2, 5, 0, 0], cache.tensors[0][0, 1, 2, 6, 1, 1] = math.nan, -math.inf
     cache.make_finite(torch.tensor([2]))
-    assert cache.tensor[1, 0, 2, 5, 0].tolist() == [0, 3]
-    assert cache.tensor[0, 1, 2, 6, 1].tolist() == [3, 0]
-    assert cache.tensor[:, :, 3].eq(4).all()
+    assert cache.tensors[0][1, 0, 2, 5, 0].tolist() == [0, 3]
+    assert cache.tensors[0][0, 1, 2, 6, 1].tolist() == [3, 0]
+    assert cache.tensors[0][:, :, 3].eq(4).all()
 
 
 def test_layer_views_share_the_caches_memory(cache: KVCache) -> None:
     cache.layers[2].values[3 * 16 + 7] = 9
-    assert cache.tensor[2, 1, 3, 7].eq(9).all()
+    assert cache.tensors[0][2, 1, 3, 7].eq(9).all()
     assert cache.layers[2].both[1, 3, 7].eq(9).all()
 
 
@@ -86,7 +86,7 @@ def test_blocks_for_tokens_round_up() -> None:
 
 def test_8_bits_are_near_the_numbers_and_half_their_bytes() -> None:
     cache = KVCache(CONFIG, 5, INT8, torch.device("cpu"))
-    assert bytes_per_block(CONFIG, INT8) == cache.tensor[:, :, 0].numel() == 16 * 3 * 2 * 2 * (2 + 4)
+    assert bytes_per_block(CONFIG, INT8) == cache.tensors[0][:, :, 0].numel() == 16 * 3 * 2 * 2 * (2 + 4)
     keys, values = torch.randn(2, 40, 2, 2, generator=torch.Generator().manual_seed(0))
     cache.layers[1].write(torch.arange(7, 47), keys, values)
     found = cache.layers[1].read(torch.tensor([[0, 1, 2]]), torch.float32)

@@ -116,19 +116,19 @@ def test_copies_go_behind_what_was_sent_and_come_before_what_is(directory: Path)
     with torch.inference_mode():
         cache, streams = KVCache(config, 6, torch.float32, torch.device("cpu")), LateStreams()
         memory = HostMemory(config, 3, cache, streams)
-        cache.tensor.normal_(generator=torch.Generator().manual_seed(0))
-        before = cache.tensor.clone()
+        cache.tensors[0].normal_(generator=torch.Generator().manual_seed(0))
+        before = cache.tensors[0].clone()
         ticket = memory.copy(BlockCopies(offloads={2: 4, 0: 1}, restores={5: 2}))
-        assert torch.equal(cache.tensor, before)  # nothing has happened yet
-        streams.current.run(lambda: cache.tensor.index_fill_(2, torch.tensor([1, 4]), 0.0))
+        assert torch.equal(cache.tensors[0], before)  # nothing has happened yet
+        streams.current.run(lambda: cache.tensors[0].index_fill_(2, torch.tensor([1, 4]), 0.0))
         assert ticket.wait_s() == 2.0  # one piece of work out, one back
-        assert torch.equal(memory.tensor[2], before[:, :, 4])
-        assert torch.equal(memory.tensor[0], before[:, :, 1])
-        assert torch.equal(cache.tensor[:, :, 5], before[:, :, 4])
+        assert torch.equal(memory.tensor[2], before[:, :, 4].flatten())
+        assert torch.equal(memory.tensor[0], before[:, :, 1].flatten())
+        assert torch.equal(cache.tensors[0][:, :, 5], before[:, :, 4])
         assert streams.for_good_bytes == [3 * memory.block_bytes]
         assert streams.pinned_bytes == []  # of a pool that rounds up
         streams.finish()
-        assert not cache.tensor[:, :, [1, 4]].any()
+        assert not cache.tensors[0][:, :, [1, 4]].any()
 
 
 def test_another_tenant_finds_nothing_on_the_host(directory: Path) -> None:

@@ -81,9 +81,9 @@ def test_a_prompt_whose_vector_is_not_finite_fails_alone(llama_runner: ModelRunn
     good, bad = driver.add(list(make_prompt(5, 40))), driver.add(list(make_prompt(6, 40)))
     driver.step({good.slot: 20, bad.slot: 20}, good, bad)
     with torch.inference_mode():
-        llama_runner._cache.tensor[0, 1, bad.blocks[0]] = math.nan
+        llama_runner._cache.tensors[0][0, 1, bad.blocks[0]] = math.nan
     rows = [(one.slot, 20, one.token_ids[20:30], False) for one in (good, bad)]
     output = driver.run(make_plan(rows, pooled_rows=[PooledRow(row, LAST, is_last=True) for row in (0, 1)]))
     assert output.failed_rows == {1: NOT_FINITE}
     assert list(output.pooled) == [0]
-    assert llama_runner._cache.tensor.isfinite().all()
+    assert llama_runner._cache.tensors[0].isfinite().all()

@@ -112,11 +112,11 @@ def test_a_chunk_whose_logits_are_not_finite_fails_at_once_and_alone(llama_runne
     good, bad = driver.add(list(make_prompt(5, 40))), driver.add(list(make_prompt(6, 40)))
     driver.step({good.slot: 20, bad.slot: 20}, good, bad)
     with torch.inference_mode():
-        llama_runner._cache.tensor[0, 1, bad.blocks[0]] = math.nan
+        llama_runner._cache.tensors[0][0, 1, bad.blocks[0]] = math.nan
     rows = [(one.slot, 20, one.token_ids[20:30], False) for one in (good, bad)]
     targets = [PromptTargets(row, 2, tuple(one.token_ids[23:31]), 1) for row, one in enumerate((good, bad))]
     output = driver.run(make_plan(rows, prompt_targets=targets))
     assert output.failed_rows == {1: NOT_FINITE}
     assert [one.token_id for one in output.prompt_logprobs.pop(0)] == good.token_ids[23:31]
     assert output.prompt_logprobs == {}
-    assert llama_runner._cache.tensor.isfinite().all()
+    assert llama_runner._cache.tensors[0].isfinite().all()

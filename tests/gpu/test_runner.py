@@ -68,11 +68,11 @@ def test_a_row_that_is_not_finite_fails_alone_and_leaves_its_blocks_finite(llama
     good, bad = driver.add(PROMPT), driver.add(PROMPT[:20])
     driver.step(None, good, bad)
     with torch.inference_mode():
-        llama_runner._cache.tensor[0, 1, bad.blocks[0]] = math.nan
+        llama_runner._cache.tensors[0][0, 1, bad.blocks[0]] = math.nan
     output = driver.step(None, bad, good)
     assert output.failed_rows == {0: NOT_FINITE}
     assert output.rows.tolist() == [1]
-    assert llama_runner._cache.tensor.isfinite().all()
+    assert llama_runner._cache.tensors[0].isfinite().all()
     assert driver.generate(30, good) == want
 
 
@@ -81,7 +81,7 @@ def test_nan_left_in_free_blocks_reaches_nobody(llama_runner: ModelRunner) -> No
     before = Driver(llama_runner)
     want = before.generate(40, before.add(PROMPT))
     with torch.inference_mode():
-        llama_runner._cache.tensor[:, :, : llama_runner.limits.num_blocks] = math.nan
+        llama_runner._cache.tensors[0][:, :, : llama_runner.limits.num_blocks] = math.nan
     driver = Driver(llama_runner)
     sequences = [driver.add(PROMPT), driver.add(PROMPT[:3])]
     driver.generate(40, *sequences)
@@ -194,7 +194,7 @@ def test_estimate_is_what_loading_takes(model_directory) -> None:
     config = parse_model_config(read_config(directory))
     runner = load_runner(directory, config, ENGINE, no_progress)
     plan = estimate(directory, config, ENGINE)
-    assert (plan.num_blocks, plan.kv_bytes) == (runner.limits.num_blocks, runner._cache.tensor.nbytes)
+    assert (plan.num_blocks, plan.kv_bytes) == (runner.limits.num_blocks, runner._cache.tensors[0].nbytes)
     assert plan.weights_bytes == plan.checkpoint_bytes == 4 * config.num_parameters
 
 

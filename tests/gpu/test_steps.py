@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import BLOCK_SIZE
+from core.config import BLOCK_SIZE, Sight
 from core.plan import PENDING, SequenceStart
 from gpu.attention import (
     CONTEXT_STEP,
@@ -16,7 +16,7 @@ from gpu.attention import (
     padded_contexts,
 )
 from gpu.step_shapes import StepShape
-from gpu.steps import BlockTables, inputs_in, lay_out, num_inputs, pack, rows_by_window
+from gpu.steps import BlockTables, inputs_in, lay_out, num_inputs, pack, rows_by_sight
 from tests.gpu.built import SCRATCH, Builder
 from tests.gpu.driver import GREEDY, make_plan
 
@@ -209,9 +209,9 @@ def test_a_prompts_last_token_is_no_row_that_decodes() -> None:
 def test_windows_share_all_but_what_they_hide() -> None:
     """Whatever the step's lengths: a graph is captured once for all."""
     rows = RaggedRows(torch.zeros(1, 1), torch.ones(1), torch.arange(2), num_decodes=1, window=None)
-    attending = rows_by_window(rows, (None, 20, 4096), 4096)
-    whole, windowed = attending[None], attending[20]
-    assert attending[4096] is whole  # no context is longer
+    attending = rows_by_sight(rows, (Sight(), Sight(20), Sight(4096), Sight(chunk=4096)), 4096)
+    whole, windowed = attending[Sight()], attending[Sight(20)]
+    assert attending[Sight(4096)] is attending[Sight(chunk=4096)] is whole  # no context is longer
     assert windowed.window == 20
     assert windowed.tables is whole.tables
 

@@ -81,7 +81,7 @@ def every_tensor(weights: object) -> list[torch.Tensor]:
     """Of a tree of dataclasses and lists."""
     if isinstance(weights, torch.Tensor):
         return [weights]
-    if isinstance(weights, list):
+    if isinstance(weights, list | tuple):
         return [tensor for item in weights for tensor in every_tensor(item)]
     if not dataclasses.is_dataclass(weights):
         return []

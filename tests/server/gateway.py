@@ -103,7 +103,7 @@ def whole(content: Any, status: bytes = b"200 OK") -> bytes:
 
 @asynccontextmanager
 async def saying(said: bytes | None, ends: bool = False, hangs: bool = False, again: bytes = b"") -> AsyncIterator[str]:
-    """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked.
+    """The URL of an upstream that is well, and answers each request so, in pieces; None: it listens no more then.
 
     Args:
         ends: it closes the connection then.
@@ -114,17 +114,21 @@ async def saying(said: bytes | None, ends: bool = False, hangs: bool = False, ag
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
-                has_hung[0] |= hangs and not head.startswith(b"GET")
-                if head.startswith(b"GET") and said is None:
-                    listening.close()
                 if head.startswith(b"GET"):
+                    if said is None:
+                        listening.close()
                     writer.write(b"" if has_hung[0] else whole({}))
-                else:
-                    writer.write(said or b"")
-                while again and not head.startswith(b"GET"):
+                    continue
+                has_hung[0] = hangs
+                text = said or b""
+                size = max(7, len(text) // 100)
+                for i in range(0, len(text), size):
+                    writer.write(text[i : i + size])
+                    await asyncio.sleep(0)
+                while again:
                     writer.write(again * 100)
                     await writer.drain()
-                if (ends or not (said or hangs)) and not head.startswith(b"GET"):
+                if ends or not (said or hangs):
                     break
         writer.close()
 

@@ -211,7 +211,7 @@ class PoolDay:
         for asked in sorted(held, key=lambda one: one.came_s):
             assert asked.slot is not None
             asked.attempt += 1
-            if not asked.has_begun and self.pool.move(asked.slot) is not None:
+            if not asked.has_begun and self.pool.move(asked.slot, takes_same=True) is not None:
                 self.num_moved += 1
                 self._compute(asked)
             else:

@@ -109,6 +109,7 @@ def test_without_keys_every_operators_route_is_guarded_so() -> None:
                 (PEER, asked),
                 (OPERATOR, asked.replace(b"Host: localhost", b"Host: evil.example")),
                 (OPERATOR, with_lines(asked, "X-Forwarded-For: 192.0.2.7")),
+                (OPERATOR, asked.replace(b"HTTP/1.1", b"HTTP/1.0")),  # nginx, with nothing but proxy_pass
                 (OPERATOR, with_lines(asked, "Origin: http://evil.example")),
             ):
                 server.network.peer = peer

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from core.constraints import GrammarKind, GrammarSpec, client_grammar, json_schema, regex
+from core.client_grammars import client_grammar
+from core.constraints import GrammarKind, GrammarSpec, json_schema, regex
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import Grammar, Vocabulary
 from server import grammar_guard

@@ -16,10 +16,10 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from core import gguf_tokenizer
 from core.config_json import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.gguf import parse_gguf
+from server import gguf_tokenizer
 from server.model_files import parse_config, read_model_files
 from tests.core.small_tokenizers import TEXT, byte_level, sentencepiece
 from tests.gguf_files import byte_level_metadata, parsed, sentencepiece_metadata, write_gguf
@@ -203,7 +203,7 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' is there twice"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type"),
         ({"tokenizer.ggml.eos_token_id": 10_000}, "eos_token_id is 10000"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type='longrope'"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4"),
         ({"llama.attention.causal": 0}, "attention.causal=0"),
         ({"llama.block_count": 2**31}, "block_count is 2147483648"),

@@ -589,30 +589,14 @@ def _chunk(**choice: Any) -> bytes:
     ids=range(18),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith(b"POST"):
-            await reader.readuntil(b"}")
-            size = max(7, len(said) // 100)
-            for i in range(0, len(said), size):
-                writer.write(said[i : i + size])
-                await asyncio.sleep(0)
+    async with before(said, speaks={"ends": True}, health="/health") as front:
+        told = await front.ask(SURFACES["chat"](stream=True))
+        if told.status == 200 and "event-stream" in told.headers["content-type"]:
+            *_, last = [one for one in told.events if one != "[DONE]"]
+            got = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
         else:
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        writer.close()
-
-    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
-        async with fronting(model(f"http://127.0.0.1:{port}", health="/health", protocol="h1")) as front:
-            told = await read_answer(*await open_with(front.server, closing(SURFACES["chat"](stream=True))))
-            if told.status == 200 and "event-stream" in told.headers["content-type"]:
-                *_, last = [one for one in told.events if one != "[DONE]"]
-                got = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
-            else:
-                got = told.json["error"]["code"]
-            assert got == expected
-            assert front.pool.upstreams[0].num_active == 0
+            got = told.json["error"]["code"]
+        assert (got, front.num_active) == (expected, [0])
 
 
 @pytest.mark.parametrize("said", [b"H", b"HTTP/1.1 200", _HEAD, _HEAD + b"data: {", _HEAD + _chunk(text="a")])
@@ -815,6 +799,17 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             page = (await front.ask(request("GET", "/metrics"))).body.decode()
             assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
             assert f'upstream="big {bad}"}} 1' in page
+
+
+@pytest.mark.parametrize(("said", "asked"), [(_LOADING, 1), (b"", 2)])
+async def test_where_there_is_no_other_a_lost_connection_is_tried_again_and_a_refusal_is_not(
+    said: bytes, asked: int
+) -> None:
+    async with before(said) as front:
+        answer = await front.ask(SURFACES["chat"]())
+        assert answer.status == (503 if said else 502)
+        assert front.pool.upstreams[0].num_requests == asked
+        assert answer.json["error"]["message"].find("does not speak") == -1
 
 
 @pytest.mark.parametrize(("said", "status"), [(None, 502), (b"", 502), (_LOADING, 503)])

@@ -63,6 +63,11 @@ def after(server: SimulatedServer, num_tokens: int) -> None:
     server.run_until(has_them)
 
 
+def say_three(server: SimulatedServer, num_prompt: int, max_tokens: int) -> None:
+    for first in (101, 102, 103):
+        server.send(say(num_prompt, max_tokens, first))
+
+
 # The incidents: each asks r1, and what else there was.
 
 
@@ -87,8 +92,7 @@ def outranked(server: SimulatedServer) -> None:
 
 
 def out_of_blocks(server: SimulatedServer) -> str:
-    for first in (101, 102, 103):
-        server.send(say(150, 200, first))
+    say_three(server, 150, 200)
     server.run_for(0.5)
     server.send(say(150, 60))
     return "r4"
@@ -138,13 +142,24 @@ def evicted_cache(server: SimulatedServer) -> str:
     return "r4"
 
 
+def grammar_that_takes_long_to_compile(server: SimulatedServer) -> None:
+    async def offload(work: Callable[[], Any]) -> Any:
+        is_done = server.loop.create_future()
+        server.loop.call_later(2.0, is_done.set_result, None)
+        await is_done
+        return work()
+
+    assert server.app.generations is not None
+    server.app.generations.offload_compiling = offload
+    server.send(say(20, 20, guided_regex="[a-z]{20}"))
+
+
 def long_answer(server: SimulatedServer) -> None:
     server.ask(say(20, 300))
 
 
 def long_new_prompt_in_company(server: SimulatedServer) -> str:
-    for first in (101, 102, 103):
-        server.send(say(16, 250, first))
+    say_three(server, 16, 250)
     server.run_for(0.2)
     server.send(say(1200, 30))
     return "r4"
@@ -167,6 +182,7 @@ INCIDENTS: dict[Callable[[SimulatedServer], str | None], tuple[Cause | None, Run
     reader_that_stops_beside_others: (Cause.SLOW_READER, LIMITS, ""),
     cleared_cache: (Cause.COLD_CACHE, LIMITS, ""),
     evicted_cache: (Cause.COLD_CACHE, FEW_BLOCKS, ""),
+    grammar_that_takes_long_to_compile: (Cause.GRAMMAR, LIMITS, ""),
     long_answer: (None, LIMITS, ""),
     long_new_prompt_in_company: (None, LIMITS, ""),
 }

@@ -207,17 +207,17 @@ def test_padding_writes_to_a_block_of_its_own(one_layer: Path) -> None:
     cache = runner._cache
     foreign = sorted(set(range(cache.num_blocks + 1)) - {block for one in sequences for block in one.blocks})
     with torch.inference_mode():
-        cache.tensor[:, :, foreign] = torch.nan
-    before = cache.tensor[:, :, : cache.num_blocks + 1].clone()
+        cache.tensors[0][:, :, foreign] = torch.nan
+    before = cache.tensors[0][:, :, : cache.num_blocks + 1].clone()
     output = driver.step(None, *sequences)
     assert not output.failed_rows
-    assert cache.tensor[:, :, foreign].isnan().all()
-    is_changed = (cache.tensor[:, :, : cache.num_blocks + 1] != before) & ~before.isnan()
+    assert cache.tensors[0][:, :, foreign].isnan().all()
+    is_changed = (cache.tensors[0][:, :, : cache.num_blocks + 1] != before) & ~before.isnan()
     places = is_changed.any(-1).any(-1).any(1).any(0).nonzero().tolist()  # (block, place in it)
     ends = [sequence.num_computed - 1 for sequence in sequences]
     own = [[one.blocks[end // BLOCK_SIZE], end % BLOCK_SIZE] for one, end in zip(sequences, ends, strict=True)]
     assert sorted(places) == sorted(own)
-    assert cache.tensor[:, :, cache.padding_block].any()
+    assert cache.tensors[0][:, :, cache.padding_block].any()
 
 
 def test_padding_of_a_chunk_writes_to_that_block_too(one_layer: Path) -> None:
@@ -228,17 +228,17 @@ def test_padding_of_a_chunk_writes_to_that_block_too(one_layer: Path) -> None:
     driver.step({chunked.slot: 3}, decoding, chunked)
     cache = runner._cache
     with torch.inference_mode():
-        cache.tensor[:, :, cache.padding_block] = torch.nan
+        cache.tensors[0][:, :, cache.padding_block] = torch.nan
         own = torch.tensor([*decoding.blocks, *chunked.blocks])
         foreign = torch.tensor(sorted(set(range(cache.num_blocks + 1)) - set(own.tolist())))
-        cache.tensor[:, :, foreign] = torch.nan
-    before = cache.tensor[:, :, own].clone()
+        cache.tensors[0][:, :, foreign] = torch.nan
+    before = cache.tensors[0][:, :, own].clone()
     output = driver.step({chunked.slot: 5}, decoding, chunked)
     assert not output.failed_rows
-    assert cache.tensor[:, :, foreign].isnan().all()
-    is_changed = (cache.tensor[:, :, own] != before).any(-1).any(-1).any(0).any(0)  # [blocks, places]
+    assert cache.tensors[0][:, :, foreign].isnan().all()
+    is_changed = (cache.tensors[0][:, :, own] != before).any(-1).any(-1).any(0).any(0)  # [blocks, places]
     assert is_changed.nonzero().tolist() == [[0, decoding.num_computed - 1], *([1, place] for place in range(3, 8))]
-    assert cache.tensor[:, :, cache.padding_block].isfinite().any()
+    assert cache.tensors[0][:, :, cache.padding_block].isfinite().any()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -247,11 +247,11 @@ def test_a_row_that_fails_costs_itself_alone_and_its_token_is_drawn_by_nobody(on
     driver = Driver(runner)
     sequences = started(driver, PROMPTS)
     with torch.inference_mode():
-        runner._cache.tensor[:, :, sequences[1].blocks[0]] = torch.nan
+        runner._cache.tensors[0][:, :, sequences[1].blocks[0]] = torch.nan
     output = driver.step(None, *sequences)
     assert list(output.failed_rows) == [1]
     assert output.rows.tolist() == [0, 2]
-    assert runner._cache.tensor.isfinite().all()
+    assert runner._cache.tensors[0].isfinite().all()
 
 
 MAX_BIASES = 8  # in the test that asks for these

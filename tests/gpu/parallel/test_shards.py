@@ -47,8 +47,9 @@ ALIKE = {  # split as one of the others
     ),
 }
 RECURRENT = {"lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granite_hybrid", "granite_hybrid_dense"}
-RECURRENT |= {"bamba", "falcon_h1", "falcon_h1_normed", "nemotron_h"}  # these are not split
-SHARED = [family for family in FAMILIES if family not in {*UNSHARED, *ALIKE, *RECURRENT}]
+RECURRENT |= {"bamba", "falcon_h1", "falcon_h1_normed", "nemotron_h"}
+DIFFERING = {"gemma3n", "gemma4", "gemma4_moe"}  # these two are not split
+SHARED = [family for family in FAMILIES if family not in {*UNSHARED, *ALIKE, *RECURRENT, *DIFFERING}]
 
 
 def tokens_of(runner: object) -> list[list[int]]:

@@ -80,7 +80,7 @@ def test_what_asks_for_no_form_has_no_constraint(fields: dict[str, Any]) -> None
             "response_format.json_schema.schema",
             "missing",
         ),
-        ({"response_format": {"type": "xml"}}, "response_format.type", 'one of "json_object", "json_schema"'),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "one of json_object, json_schema"),
         ({"guided_json": "{"}, "guided_json", "is not valid JSON"),
         ({"guided_json": "[" * 60_000}, "guided_json", "its JSON is nested deeper than 64"),
         ({"guided_json": 3}, "guided_json", "must be a JSON schema"),

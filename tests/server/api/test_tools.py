@@ -507,24 +507,25 @@ def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "cut_off"),
+    ("form", "cut_off", "rest"),
     [
-        ("hermes", CALLS[: CALLS.index("Köln")]),
-        ("harmony", '<|channel|>commentary to=functions.get_weather<|message|>{"city": "'),
+        ("hermes", CALLS[: CALLS.index("Köln")], None),
+        ("harmony", '<|channel|>commentary to=functions.get_weather<|message|>{"city": "', '"}'),
         (
             "harmony",
             "<|channel|>commentary to=functions.now<|message|>{}<|end|><|start|>assistant to=functions.f<|message|>{",
+            "}",
         ),
     ],
 )
-def test_a_stop_string_within_a_call_is_no_end_of_calls(form: str, cut_off: str) -> None:
+def test_a_stop_string_within_a_call_is_no_end_of_calls(form: str, cut_off: str, rest: str | None) -> None:
     style = ToolStyle(form, False, 2)
     last = msgspec.structs.replace(say(cut_off, FinishReason.STOP), stop_string="Köln")
     (choice,) = wire.whole(SURFACE, parsed(style, tools=[WEATHER], stop=["Köln"]), (0, last))["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["tool_calls"]
-    if form == "harmony":
-        last = say(cut_off + '"}', FinishReason.STOP)
+    if rest is not None:  # a whole call whose end the model did not write
+        last = say(cut_off + rest, FinishReason.STOP)
         (choice,) = wire.whole(SURFACE, parsed(style, tools=[WEATHER]), (0, last))["choices"]
         assert choice["finish_reason"] == "tool_calls"
     else:

@@ -22,7 +22,10 @@ _END_TOKENS = {
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
+    "<|return|>",
+    "<|call|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|eom_id|>",
@@ -30,6 +33,7 @@ _END_TOKENS = {
     "_<EOT>",
     "<｜end▁of▁sentence｜>",  # noqa: RUF001  (its own bars)
 }
+_HARMONY_ENDS = {"<|return|>", "<|call|>"}  # where both are, <|end|> ends a part of an answer (gpt-oss)
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -40,6 +44,11 @@ _QWEN2_SPLIT = rf"{_WORDS}|\p{{N}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SEED_SPLIT = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,6 +70,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN_SPLIT,),
     "glm4": (_LLAMA3_SPLIT,),
     "seed-coder": (_SEED_SPLIT,),
+    "gpt-4o": (_GPT4O_SPLIT,),
 }
 _KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
 _ALIASES = {
@@ -68,6 +78,7 @@ _ALIASES = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "falcon-h1": "llama-bpe",
+    "lfm2": "llama-bpe",
     "pixtral": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "olmo": "gpt-2",
@@ -95,10 +106,13 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
         case "llama":
             content = _sentencepiece(metadata, tokens, types)
             add_bos = True
+        case "gemma4":
+            content = _sentencepiece(metadata, tokens, types)
+            add_bos = True
         case other:
             raise UnsupportedModel(
                 f"GGUF tokenizer {other!r} is not supported.",
-                "use a model with one of: gpt2 (BPE), llama (SentencePiece).",
+                "use a model with one of: gpt2 (BPE), llama (SentencePiece), gemma4.",
             )
     config = _tokenizer_config(metadata, tokens)
     config["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
@@ -120,6 +134,8 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
         if kind == CONTROL and token in _END_TOKENS
     ]
+    if set(tokens) >= _HARMONY_ENDS:
+        by_name = [token_id for token_id in by_name if tokens[token_id] != "<|end|>"]
     return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
 
 
@@ -196,16 +212,12 @@ def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """A SentencePiece BPE, as Llama 2's; its scores become merges as in transformers."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not _is_list_of(scores, float) or len(scores) != len(tokens):
-        raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
+    """A SentencePiece BPE, as Llama 2's; its scores become merges as in transformers. Gemma 4's has merges."""
     pieces = [  # added tokens are searched for in the text itself, which has spaces
         token.replace(METASPACE, " ") if kind == USER_DEFINED else token
         for token, kind in zip(tokens, types, strict=True)
     ]
     vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
-    mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
     unknown = _named_id(metadata, "unknown", len(tokens)) or 0
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
@@ -222,12 +234,24 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": _merges_by_score(vocab, mergeable),
+            "merges": _merges_of(metadata, vocab, types),
             "unk_token": pieces[unknown],
             "fuse_unk": True,
             "byte_fallback": BYTE in types,
         },
     }
+
+
+def _merges_of(metadata: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
+    merges, scores = metadata.get("tokenizer.ggml.merges"), metadata.get("tokenizer.ggml.scores")
+    if metadata.get("tokenizer.ggml.model") == "gemma4":
+        if not _is_list_of(merges, str):
+            raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
+        return [_merge(merge, vocab) for merge in merges]
+    if not _is_list_of(scores, float) or len(scores) != len(vocab):
+        raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
+    mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
+    return _merges_by_score(vocab, mergeable)
 
 
 def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
