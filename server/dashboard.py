@@ -201,6 +201,7 @@ def shown_ended(flight: RequestRecord) -> dict[str, Any]:
     record = flight.record
     return {
         "id": flight.request_id,
+        "alias": flight.alias,
         "tenant": flight.tenant,
         "model": flight.model,
         "path": record.path,

@@ -451,7 +451,9 @@ def adapting(work: Callable[[Adapters, bytes], Awaitable[Computed]]) -> Handler:
         )
         adapters = exchange.server.adapters
         if adapters is None:
-            message = "This server takes no LoRA adapters. Its operator can let it: --lora, --lora-dir."
+            has_own_processes = exchange.server.local_models is not None
+            way = "[[models]] with adapter_of (docs/scale.md)" if has_own_processes else "--lora, --lora-dir"
+            message = f"This server takes no LoRA adapters by request. Its operator can let it have them: {way}."
             raise ServiceError(ErrorKind.PERMISSION, message, "lora_disabled")
         reply, unknown_fields = await work(adapters, body)
         exchange.server.metrics.count_unknown_fields(unknown_fields)

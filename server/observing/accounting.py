@@ -7,6 +7,7 @@ exporter. The flight recorder keeps, for an hour, the requests that somebody may
 
 import heapq
 import itertools
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ WINDOW_S = 300.0
 SLOWEST_PER_WINDOW = 32
 MAX_FAILED = 256
 MAX_RECENT = 1000
+REFUSED_EVERY_S = 1.0
 MAX_ASKED = SLOWEST_PER_WINDOW  # of the slowest: so many are exact, even if all were in one window
 DEFAULT_ASKED = 20
 _SHOWN_CHARS = 200  # of an unknown id, in the error that repeats it
@@ -203,7 +205,17 @@ class FlightRecorder:
         # Oldest first: the window's number, and a heap of its slowest: (duration, serial, record)
         self._windows: deque[tuple[int, list[tuple[float, int, RequestRecord]]]] = deque()
         self._failed: deque[RequestRecord] = deque(maxlen=MAX_FAILED)
+        self._refused_s: dict[tuple[str, str | None], float] = {}
         self.recent: Ring[RequestRecord] = Ring(MAX_RECENT)
+
+    def keep_refused(self, flight: RequestRecord) -> None:
+        """Of a tenant's refusals with one code, one a second: a flood of them shall not push out all else."""
+        kind = flight.tenant, flight.record.error_code
+        if flight.ended_s >= self._refused_s.get(kind, -math.inf) + REFUSED_EVERY_S:
+            if len(self._refused_s) >= MAX_RECENT:
+                self._refused_s.clear()
+            self._refused_s[kind] = flight.ended_s
+            self.recent.put(flight)
 
     def keep(self, flight: RequestRecord) -> None:
         self.recent.put(flight)
@@ -331,11 +343,12 @@ class Accounting:
         self.metrics.count_request(finished)
         has_failed = error_code is not None and (outcome is not None or status == 500)
         is_kept = outcome is not None or has_failed
-        if not is_kept and not access_is_logged():
+        is_refused = not is_kept and account.asks_generation and account.caller is not None
+        if not (is_kept or is_refused or access_is_logged()):
             return
         record = _record(account, status, error_code)
         log_access(record)
-        if not is_kept:
+        if not (is_kept or is_refused):
             return
         flight = RequestRecord(
             record=record,
@@ -348,6 +361,9 @@ class Accounting:
             trace=account.trace,
             alias=client_request_id(account.request),
         )
+        if is_refused:
+            self.recorder.keep_refused(flight)
+            return
         self.recorder.keep(flight)
         if self.export is not None:
             self.export(flight)

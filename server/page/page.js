@@ -238,7 +238,7 @@ function show(frame) {
 
 function showEnded() {
   const wanted = $("search").value.trim().toLowerCase();
-  const found = wanted ? ended.filter((one) => [one.id, one.tenant, one.model, one.path, one.reason, one.status].some((text) => String(text).toLowerCase().includes(wanted))) : ended;
+  const found = wanted ? ended.filter((one) => [one.id, one.alias, one.tenant, one.model, one.path, one.reason, one.status].some((text) => String(text).toLowerCase().includes(wanted))) : ended;
   const shown = found.slice(0, MAX_SHOWN), of = wanted ? `${found.length} of ${ended.length}` : `${ended.length} of the last thousand`;
   tell($("num-ended"), found.length > shown.length ? `${of}, the latest ${shown.length} are shown` : of);
   fill($("ended").tBodies[0], shown, (row) => emptyRow(10, [6, 7, 8, 9], opener(row)), updateEnded, wanted ? "None is like that." : "None yet.");

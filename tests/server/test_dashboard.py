@@ -224,6 +224,21 @@ def test_the_stream_shows_requests_as_they_go_and_nothing_of_what_they_say() -> 
         assert b"engine" not in viewer.received.split(b"\r\n\r\n", 1)[1]
 
 
+def test_refused_requests_are_among_those_that_are_over_one_a_second_of_a_kind() -> None:
+    with serving(keys=(KEY,)) as server:
+        viewer = look(server)
+        for fields in ({"model": "none"}, {"model": "none"}, {"temperature": -1}):
+            asked = with_lines(completion(prompt="The engine", **fields), "X-Request-Id: mine")
+            assert the_answer(server.send(as_caller(asked, KEY))).status >= 400
+        server.ask(with_lines(completion(prompt="The engine"), "Authorization: Bearer wrong"))
+        server.run_for(2 * TICK_S)
+        ended = [one for event in frames_of(viewer) for one in event["ended"]]
+        assert [(one["status"], one["reason"], one["alias"]) for one in ended] == [
+            (404, "model_not_found", "mine"),
+            (400, "invalid_value", "mine"),
+        ]
+
+
 def test_steps_and_blocks_are_told_while_somebody_looks_and_the_engine_is_asked_for_nothing_else() -> None:
     with serving(keys=(KEY,)) as server:
         asked = as_caller(completion(prompt="The engine", max_tokens=40), KEY)
