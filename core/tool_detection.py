@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from core.answer_parts import Arguments, CallBegin, HarmonyParser, Parser, Text, ToolCallParser
 from core.errors import InvalidRequest
-from core.tool_formats import FORMATS, HARMONY, THOUGHTS, JsonCall, ToolFormat
+from core.tool_formats import FORMATS, HARMONY, THOUGHTS
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
@@ -62,21 +62,19 @@ def detect(render: Render, known: str | None = None) -> ToolStyle | None:
                 continue
             if (found := known or _format_of(region, most_calls)) is not None:
                 return ToolStyle(found, has_text_arguments, most_calls)
-    hinted = _hinted(render)
-    if hinted is not None and known in (None, hinted.name):
-        return ToolStyle(hinted.name, isinstance(hinted.call, JsonCall), 2, is_left_out=True)
+    for form in FORMATS.values():
+        if form.is_hinted and known in (None, form.name) and _shows(render, form.begins[0]):
+            return ToolStyle(form.name, True, 2, is_left_out=True)
     return None if known is None else ToolStyle(known, False, 2)
 
 
-def _hinted(render: Render) -> ToolFormat | None:
-    """The format that the template names where it shows the tools."""
+def _shows(render: Render, mark: str) -> bool:
+    """Whether the template writes it with the tools, and not without."""
     question = [{"role": "user", "content": "?"}]
     try:
-        shown, plain = render(question, _TOOLS), render(question, [])
+        return mark in render(question, _TOOLS) and mark not in render(question, [])
     except InvalidRequest:
-        return None
-    hints = (form for form in FORMATS.values() if form.hint is not None)
-    return next((form for form in hints if str(form.hint) in shown and str(form.hint) not in plain), None)
+        return False
 
 
 class ThoughtStyle(NamedTuple):
@@ -146,9 +144,8 @@ def _region(render: Render, calls: list[dict[str, Any]]) -> str | None:
     except InvalidRequest:
         return None
     start = _num_equal(with_text, with_calls)
-    if (mark := _OPEN_MARK.search(with_calls, 0, start)) is not None:  # which what ends a text begins with, too
-        start = mark.start()
-    return str(with_calls[start:])
+    mark = _OPEN_MARK.search(with_calls, 0, start)  # what ends a text begins as it does
+    return str(with_calls[start if mark is None else mark.start() :])
 
 
 def _num_equal(first: str, second: str) -> int:

@@ -15,15 +15,7 @@ from core.answer_parts import NAME, parameter_types, typed
 from core.constraints import ANNOTATIONS, escapes_in, in_ascii, json_text, pointed
 from core.errors import InvalidRequest
 from core.shortest_answer import fitting_values
-from core.tool_formats import (
-    JsonArguments,
-    JsonCall,
-    LiteralArguments,
-    NamedCall,
-    TaggedArguments,
-    ToolFormat,
-    markers_of,
-)
+from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
 WrittenOut = TaggedArguments | LiteralArguments  # each parameter by itself
@@ -116,7 +108,7 @@ def required_calls(
     """The grammar of answers that are calls and nothing else, at least one.
 
     Args:
-        special: the ids of the model's special tokens.
+        special: the ids of the format's marks that are special tokens of the model.
         most_calls: None: any number.
         instead: the schema of an answer that may come in the place of calls.
 
@@ -207,8 +199,7 @@ class _Writer:
         self.begin = next((one for one in form.begins if one in special), form.begins[0])
         self._form = form
         self._special = special
-        marks = sorted(markers_of(form.name) & special.keys(), key=len, reverse=True)
-        self._marks = re.compile(f"({'|'.join(map(re.escape, marks))})") if marks else None
+        self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})")
         self._most_calls = most_calls
         self._rules: list[str] = []
         self._values: dict[int, tuple[Schema, str]] = {}  # the rule of each schema that a literal has
@@ -223,7 +214,7 @@ class _Writer:
 
     def literal(self, text: str) -> str:
         """Special tokens are no text to the grammar."""
-        parts = [text] if self._marks is None else list(filter(None, self._marks.split(text)))
+        parts = filter(None, self._marks.split(text)) if self._special else [text]
         written = (f"<[{self._special[part]}]>" if part in self._special else json_text(part) for part in parts)
         return " ".join(written) or '""'
 
@@ -235,7 +226,7 @@ class _Writer:
             more = self._more(f"{json_text(form.before)} {self.literal(self.begin)} {body}")
             return f"{self.literal(begin)} {body} {more}"
         marks = form.brackets
-        more = self._more(f"{json_text((marks.separator.strip() and marks.separator + ' ') or marks.separator)} {call}")
+        more = self._more(f"{json_text(marks.separator and marks.separator + ' ')} {call}")
         return f"{self.literal(begin)} {json_text(form.pad + marks.begin)} {call} {more} {json_text(marks.end)} {end}"
 
     def opened(self, tools: Sequence[Tool]) -> str:

@@ -85,7 +85,7 @@ def random_call(rng: random.Random) -> Call:
     return name, {key: random_value(rng, kinds[key]) for key in chosen}
 
 
-QUOTE, LINE = '<|"|>', "\n"
+QUOTE = '<|"|>'
 
 
 def dumped(value: Any) -> str:
@@ -131,11 +131,6 @@ def gemma(call: Call, quote: str = "<escape>") -> str:
     return f"call:{call[0]}{{{args}}}"
 
 
-def invoked(call: Call) -> str:
-    args = "".join(f'<parameter name="{key}">{bare_json(value)}</parameter>\n' for key, value in call[1].items())
-    return f'<invoke name="{call[0]}">\n{args}</invoke>'
-
-
 def deepseek(call: Call) -> str:
     return f"{wide('call▁begin')}{call[0]}{wide('sep')}{dumped(call[1])}{wide('call▁end')}"
 
@@ -165,5 +160,4 @@ RENDER: Mapping[str, Callable[[Sequence[Call]], str]] = {
     "nemotron": lambda calls: f"<TOOLCALL>[{', '.join(map(in_json, calls))}]</TOOLCALL>",
     "apriel": lambda calls: f"<tool_calls>[{', '.join(map(in_json, calls))}]</tool_calls>",
     "deepseek": lambda calls: f"{wide('calls▁begin')}{''.join(map(deepseek, calls))}{wide('calls▁end')}",
-    "minimax": lambda calls: f"<minimax:tool_call>\n{LINE.join(map(invoked, calls))}\n</minimax:tool_call>",
 }

@@ -13,7 +13,7 @@ from core.tool_formats import FORMATS, with_calls
 from server.loaded_engine import thought_style_of
 from tests.core.answer_texts import RENDER, Call, dumped
 from tests.core.chat_templates import CHATML, LLAMA2, QWEN3
-from tests.core.tool_templates import GRANITE33, LFM2, TOOL_TEMPLATES
+from tests.core.tool_templates import GRANITE33, TOOL_TEMPLATES
 
 
 def style_of(source: str, known: str | None = None) -> ToolStyle | None:
@@ -34,26 +34,21 @@ def test_the_format_is_found(name: str) -> None:
     assert style.most_calls == (1 if name in ("llama", "harmony") else 2)
 
 
-@pytest.mark.parametrize(("source", "form"), [(GRANITE33, "granite"), (LFM2, "lfm")])
-def test_the_format_is_found_where_the_template_names_it_and_renders_no_calls(source: str, form: str) -> None:
+def test_the_format_is_found_where_the_template_names_it_and_renders_no_calls() -> None:
     """Calls of a history are written for it, their marks as the template's own, their arguments as text."""
-    style = style_of(source)
-    assert style == style_of(source, form) == ToolStyle(form, form == "granite", 2, is_left_out=True)
-    assert style_of(source, "hermes") == ToolStyle("hermes", False, 2)
-    calls: list[Call] = [("probe_one", {"a": "<|tool_call_end|>", "b": [True, None, "é\n'"]}), ("now", {})]
-    made = [
-        {"function": {"name": name, "arguments": dumped(arguments) if style.has_text_arguments else arguments}}
-        for name, arguments in calls
-    ]
-    text = with_calls("Look.", made, FORMATS[form])
+    style = style_of(GRANITE33)
+    assert style == style_of(GRANITE33, "granite") == ToolStyle("granite", True, 2, is_left_out=True)
+    assert style_of(GRANITE33, "hermes") == ToolStyle("hermes", False, 2)
+    calls: list[Call] = [("probe_one", {"a": "<|tool_call|>", "b": [True, None, "é\n'"]}), ("now", {})]
+    made = [{"function": {"name": name, "arguments": dumped(arguments)}} for name, arguments in calls]
+    text = with_calls("Look.", made, FORMATS["granite"])
     assert isinstance(text, MarkedText)
-    assert text == "Look." + RENDER[form](calls)
-    begin, end = f"Look.{FORMATS[form].begins[0]}", FORMATS[form].end
-    origins = [Origin.MODEL] * 5 + [Origin.TEMPLATE] * (len(begin) - 5)
-    inner = [Origin.CALL] * (len(text) - len(begin) - len(end))
-    assert [*text.origins] == [*origins, *inner, *[Origin.TEMPLATE] * len(end)]
+    assert text == "Look." + RENDER["granite"](calls)
+    num_marks = len("<|tool_call|>")
+    origins = [Origin.MODEL] * 5 + [Origin.TEMPLATE] * num_marks + [Origin.CALL] * (len(text) - 5 - num_marks)
+    assert [*text.origins] == origins
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-    shown = ChatTemplate({"default": source}, {}, 4096).render(messages, now=datetime(2026, 1, 1))
+    shown = ChatTemplate({"default": GRANITE33}, {}, 4096).render(messages, now=datetime(2026, 1, 1))
     assert isinstance(shown, MarkedText)
     assert (at := str.find(shown, text)) > 0
     assert shown.origins[at : at + len(text)] == text.origins

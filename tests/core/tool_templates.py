@@ -78,8 +78,11 @@ GEMMA4 = (
     .replace("<end_function_call>", "<tool_call|>")
     .replace("<escape>", '<|"|>')
 )
-LFM = PYTHONIC.replace("{{- '[' }}", "{{- '<|tool_call_start|>[' }}").replace(
-    "{{- ']' }}", "{{- ']<|tool_call_end|>' }}"
+LFM = (
+    PYTHONIC.replace("(value | tojson) if value is string", """("'" + value + "'") if value is string""")
+    .replace("{{- '\\n' }}", "")
+    .replace("{{- '[' }}", "{{- '<|tool_call_start|>[' }}")
+    .replace("{{- ']' }}", "{{- ']<|tool_call_end|>' }}")
 )
 NEMOTRON = GRANITE.replace("<|tool_call|>[", "<TOOLCALL>[").replace("']'", "']</TOOLCALL>'")
 APRIEL = GRANITE.replace("<|tool_call|>[", "\\n<tool_calls>[").replace("']'", "']</tool_calls>'")
@@ -91,18 +94,8 @@ DEEPSEEK = _template(
     before="",
 )
 DEEPSEEK = re.sub(r"<\|(tool[^|]+)\|>", "<\uff5c\\1\uff5c>", DEEPSEEK)
-MINIMAX = _template(
-    "{{- '<minimax:tool_call>\\n' }}"
-    + _EACH
-    + """{{- '<invoke name="' + f.name + '">\\n' }}{%- for key, value in f.arguments.items() %}"""
-    + """{{- '<parameter name="' + key + '">' }}{{- value if value is string else (value | tojson) }}"""
-    + "{{- '</parameter>\\n' }}{%- endfor %}{{- '</invoke>\\n' }}{%- endfor %}{{- '</minimax:tool_call>' }}"
-)
-# They show the tools, and write of the assistant's turns what is said alone
-GRANITE33, LFM2 = (
-    _template("").replace("{%- for tool in tools", f"{{{{- '{hint}' }}}}{{%- for tool in tools")
-    for hint in ("Answer with <|tool_call|> and a list.", "<|tool_list_start|>")
-)
+# It shows the tools, and writes of the assistant's turns what is said alone
+GRANITE33 = _template("").replace("{%- for tool in tools", "{{- 'Answer with <|tool_call|>.' }}{%- for tool in tools")
 
 HARMONY = """\
 {%- for message in messages %}
@@ -135,6 +128,5 @@ TOOL_TEMPLATES = {
     "nemotron": NEMOTRON,
     "apriel": APRIEL,
     "deepseek": DEEPSEEK,
-    "minimax": MINIMAX,
     "harmony": HARMONY,
 }
