@@ -329,18 +329,11 @@ class HarmonyParser(Parser):
     """
 
     def __init__(self, ends_with_final: bool = False) -> None:
-        self._depths: list[int | None] = []  # of the brackets in each call's arguments; None: none has come
+        self.num_calls = 0
+        self.num_complete = 0  # of these: by their brackets, where the token that ends one is not in the text
+        self._depth = 0  # of these
         self._ends_with_final = ends_with_final
         super().__init__()
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._depths)
-
-    @property
-    def num_complete(self) -> int:
-        """Of the calls: by their brackets, as the token that ends one is not in the text."""
-        return self._depths.count(0)
 
     def _parse(self) -> Step:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -359,10 +352,10 @@ class HarmonyParser(Parser):
                 while (yield from self._until(begins, outside)) == '"':  # marks within a string are its text
                     self._at -= 1
                     yield from self._raw_string(emit)
-                self._end_call()
+                self.num_complete = self.num_calls
         except _Cut:
-            if not self._is_cut:
-                self._end_call()
+            if not (self._is_cut or self._depth):
+                self.num_complete = self.num_calls
             if self._uncertain_from is None:
                 emit(self._text[self._at :])  # a backslash
             elif self._is_cut:
@@ -383,21 +376,18 @@ class HarmonyParser(Parser):
         if recipient is not None and recipient[1].startswith("functions."):
             index = self.num_calls
             self._emit(CallBegin(index, recipient[1].removeprefix("functions.")))
-            self._depths.append(None)
+            self.num_calls, self._depth = index + 1, 0
             return lambda text: self._emit(Arguments(index, text)), True
         if recipient is not None or "<|channel|>analysis" in header:
             return lambda text: self._emit(Reasoning(text)), False
         return self._emit_text, False
 
-    def _end_call(self) -> None:
-        if self._depths and self._depths[-1] is None:
-            self._depths[-1] = 0  # without arguments
-
     def _emit_counted(self, emit: Emit, text: str) -> None:
         """Of a call, what is between strings."""
         emit(text)
-        if begun_or_ended := [1 if char in "{[" else -1 for char in text if char in "{}[]"]:
-            self._depths[-1] = (self._depths[-1] or 0) + sum(begun_or_ended)
+        self._depth += sum(1 if char in "{[" else -1 for char in text if char in "{}[]")
+        if not self._depth and text.rstrip()[-1:] in ("}", "]"):
+            self.num_complete = self.num_calls
 
 
 class ToolCallParser(Parser):
@@ -472,9 +462,10 @@ class ToolCallParser(Parser):
             if brackets.begin:
                 yield from self._expect(brackets.begin)
             yield from self._call(begin)
-            while (yield from self._take_after_whitespace(brackets.separator)) is not None:
-                self._uncertain_from, self._is_next = self._at - len(brackets.separator), True
-                yield from self._call(begin)
+            opening = "" if brackets.separator else getattr(self._format.call, "begin", "")
+            while (taken := (yield from self._take_after_whitespace(opening or brackets.separator))) is not None:
+                self._uncertain_from, self._is_next = self._at - len(taken), True
+                yield from self._call(opening or begin)
             if brackets.end:
                 yield from self._expect(brackets.end)
         if self._format.end:
@@ -523,7 +514,7 @@ class ToolCallParser(Parser):
             elif key == "id" and (yield from self._starts_with('"')):
                 call_id = yield from self._json_string()
             else:
-                yield from self._json_value(_ignore)
+                yield from self._json_value(list[str]().append)
             separator = yield from self._expect(",", "}")
         if name is None:
             raise _Mismatch
@@ -565,7 +556,7 @@ class ToolCallParser(Parser):
         """An object; some models write it as a string, or null for none."""
         if (yield from self._starts_with('"')):
             parts: list[str] = []
-            yield from self._decoded_string(_both(emit, parts.append))
+            yield from self._decoded_string(lambda text: [one(text) for one in (emit, parts.append)])
             if not parts:
                 emit("{}")
         elif (yield from self._take("null")):
@@ -816,20 +807,8 @@ def _num_held(text: str, literals: Sequence[str]) -> int:
     return next((num for num in range(longest, 0, -1) if any(one.startswith(text[-num:]) for one in literals)), 0)
 
 
-def _both(first: Emit, second: Emit) -> Emit:
-    def emit(text: str) -> None:
-        first(text)
-        second(text)
-
-    return emit
-
-
 def _key(event: Part) -> tuple[type[Part], int]:
     return type(event), getattr(event, "index", 0)
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 def _literal_scalar(word: str) -> str:

@@ -124,7 +124,9 @@ class _MarkedJson(MarkedText, JsonText):
 
 
 def marked(value: Any, origin: Origin) -> Any:
-    """A JSON value with every string marked, names included."""
+    """A JSON value with every string marked, names included; those that are marked already stay as they are."""
+    if isinstance(value, MarkedText):
+        return value
     if isinstance(value, str):
         kind = _MarkedJson if isinstance(value, JsonText) else MarkedText
         return kind(value, bytes((origin,)) * len(value))

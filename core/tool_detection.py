@@ -5,6 +5,7 @@ template writes for the calls.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from core.tool_formats import FORMATS, HARMONY, THOUGHTS
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 _MARK = "Zq7"
+_OPEN_MARK = re.compile(r"<[^<>\s]*\Z")
 _ARGUMENTS = {"place": "Zq8 Zq9", "num_days": 3}
 _PARAMETERS = {
     "type": "object",
@@ -34,11 +36,13 @@ class ToolStyle(NamedTuple):
         format: a name of FORMATS, or HARMONY.
         has_text_arguments: the template wants a call's arguments as JSON text, not as an object.
         most_calls: of one turn, that the template renders: 1 or 2, which stands for any number.
+        is_left_out: the template renders none: a history's are written into the content of its turns.
     """
 
     format: str
     has_text_arguments: bool
     most_calls: int
+    is_left_out: bool = False
 
 
 def detect(render: Render, known: str | None = None) -> ToolStyle | None:
@@ -58,7 +62,19 @@ def detect(render: Render, known: str | None = None) -> ToolStyle | None:
                 continue
             if (found := known or _format_of(region, most_calls)) is not None:
                 return ToolStyle(found, has_text_arguments, most_calls)
+    for form in FORMATS.values():
+        if form.is_hinted and known in (None, form.name) and _shows(render, form.begins[0]):
+            return ToolStyle(form.name, True, 2, is_left_out=True)
     return None if known is None else ToolStyle(known, False, 2)
+
+
+def _shows(render: Render, mark: str) -> bool:
+    """Whether the template writes it with the tools, and not without."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        return mark in render(question, _TOOLS) and mark not in render(question, [])
+    except InvalidRequest:
+        return False
 
 
 class ThoughtStyle(NamedTuple):
@@ -127,7 +143,9 @@ def _region(render: Render, calls: list[dict[str, Any]]) -> str | None:
         with_calls = render([question, {"role": "assistant", "content": "", "tool_calls": calls}], _TOOLS)
     except InvalidRequest:
         return None
-    return str(with_calls[_num_equal(with_text, with_calls) :])
+    start = _num_equal(with_text, with_calls)
+    mark = _OPEN_MARK.search(with_calls, 0, start)  # what ends a text begins as it does
+    return str(with_calls[start if mark is None else mark.start() :])
 
 
 def _num_equal(first: str, second: str) -> int:

@@ -108,7 +108,7 @@ def required_calls(
     """The grammar of answers that are calls and nothing else, at least one.
 
     Args:
-        special: the ids of the model's special tokens.
+        special: the ids of the format's marks that are special tokens of the model.
         most_calls: None: any number.
         instead: the schema of an answer that may come in the place of calls.
 
@@ -199,6 +199,7 @@ class _Writer:
         self.begin = next((one for one in form.begins if one in special), form.begins[0])
         self._form = form
         self._special = special
+        self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})")
         self._most_calls = most_calls
         self._rules: list[str] = []
         self._values: dict[int, tuple[Schema, str]] = {}  # the rule of each schema that a literal has
@@ -213,9 +214,9 @@ class _Writer:
 
     def literal(self, text: str) -> str:
         """Special tokens are no text to the grammar."""
-        if text in self._special:
-            return f"<[{self._special[text]}]>"
-        return json_text(text)
+        parts = filter(None, self._marks.split(text)) if self._special else [text]
+        written = (f"<[{self._special[part]}]>" if part in self._special else json_text(part) for part in parts)
+        return " ".join(written) or '""'
 
     def section(self, call: str, begin: str) -> str:
         form = self._form
@@ -225,7 +226,7 @@ class _Writer:
             more = self._more(f"{json_text(form.before)} {self.literal(self.begin)} {body}")
             return f"{self.literal(begin)} {body} {more}"
         marks = form.brackets
-        more = self._more(f"{json_text(marks.separator + ' ')} {call}")
+        more = self._more(f"{json_text(marks.separator and marks.separator + ' ')} {call}")
         return f"{self.literal(begin)} {json_text(form.pad + marks.begin)} {call} {more} {json_text(marks.end)} {end}"
 
     def opened(self, tools: Sequence[Tool]) -> str:
@@ -270,14 +271,14 @@ class _Writer:
         if isinstance(call, JsonCall):
             head = f'{{"name": {json_text(tool.name)}, "{call.arguments_key}": '
             return f"{json_text(head)} {inline_json(tool.schema, tool.is_strict)} {json_text('}')}"
-        return f"{json_text(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
+        return f"{self.literal(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
 
     def _arguments(self, tool: Tool) -> str:
         """What follows a named call's name, with its end."""
         call = self._form.call
         assert isinstance(call, NamedCall), "it names the function first"
         if isinstance(call.arguments, JsonArguments):
-            return f"{inline_json(tool.schema, tool.is_strict)} {json_text(call.end)}"
+            return f"{inline_json(tool.schema, tool.is_strict)} {self.literal(call.end)}"
         try:
             schemas = _objects(tool.schema, tool.place)
             if not tool.is_strict:
@@ -291,7 +292,7 @@ class _Writer:
             least["properties"] = dict.fromkeys(names, _ANY)
             least["required"] = [one for one in least.get("required", ()) if one in names]
             arguments = [self._properties_of(call.arguments, tool, least)]
-        return f"({' | '.join(arguments)}) {json_text(call.end)}"
+        return f"({' | '.join(arguments)}) {self.literal(call.end)}"
 
     def _properties_of(self, form: WrittenOut, tool: Tool, parameters: Schema) -> str:
         """Args: parameters: an alternative of the tool's."""
@@ -378,7 +379,7 @@ class _Writer:
         for name, one in reversed(_properties(form, schema, path, is_inner).items()):
             value = self._literal_value(form, one, f"{path}.properties.{name}", root)
             head = f"{_spelled(form, name, is_inner)}{assign}"
-            pair = self.rule(f"pair_{len(self._rules)}", f"{json_text(head)} {value}")
+            pair = self.rule(f"pair_{len(self._rules)}", f"{self.literal(head)} {value}")
             is_required = name in required
             first = f"{pair} {rest}" + ("" if is_required else f" | {first}")
             rest = f"{separator} {pair} {rest}" if is_required else f"({separator} {pair})? {rest}"
@@ -404,7 +405,7 @@ class _Writer:
         kind = schema.get("type")
         quote, separator = form.quotes[-1], _separator(form)
         if (values := _values(schema, path, "" if form.has_escapes else quote)) is not None:
-            return f"({' | '.join(json_text(_literal(form, one)) for one in values)})"
+            return f"({' | '.join(self.literal(_literal(form, one)) for one in values)})"
         _check(schema, path)
         own = schema.keys() & _KEYWORDS.get(str(kind), set())
         if own and (kind in ("integer", "number") or (kind == "string" and form.has_escapes)):  # Python's are JSON's
@@ -416,6 +417,8 @@ class _Writer:
                 text = "TEXT"
                 if own:
                     self._rules.append(f"{(text := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, quote, path)}")
+                if quote in self._special:
+                    return f"{self.literal(quote)} {text} {self.literal(quote)}"
                 return f"{json_text(quote)} {self.rule(f'text_{len(self._rules)}[suffix={json_text(quote)}]', text)}"
             case "integer" | "number":
                 return str(kind).upper()

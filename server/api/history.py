@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
+from core.tool_formats import FORMATS, with_calls
 from server.api.fields import ChatPrompt
 from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_calls, template_id
 
@@ -248,6 +249,8 @@ def _template_message(message: Message, style: ToolStyle | None, param: str) -> 
         where = f"{param}.tool_calls"
         raise InvalidRequest(f"{where} belongs to an assistant's message, not to a {role}'s. Leave it out.", where)
     calls = template_calls(message.tool_calls, style, f"{param}.tool_calls") if message.tool_calls else None
+    if calls and style is not None and style.is_left_out:
+        result["content"] = with_calls(result["content"], calls, FORMATS[style.format])
     optional = {
         "name": message.name,
         "tool_call_id": template_id(message.tool_call_id, style) if message.tool_call_id else None,

@@ -27,7 +27,7 @@ from core.constraints import (
 from core.errors import InvalidRequest
 from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
-from core.tool_formats import FORMATS, HARMONY, JsonArguments, NamedCall
+from core.tool_formats import FORMATS, HARMONY, JsonArguments, NamedCall, markers_of
 from core.tool_grammar import (
     HARMONY_TEXT,
     CannotHold,
@@ -324,17 +324,17 @@ def _call_spec(
     text: GrammarSpec | None,
 ) -> GrammarSpec:
     instead = None if text is None or wishes.is_required else json.loads(text.source)
+    form = FORMATS.get(wishes.style.format)
+    marks = {mark: special[mark] for mark in markers_of(wishes.style.format) if mark in special}
     try:
-        if wishes.style.format == HARMONY:
+        if form is None:
             final = None if instead is None else inline_json(instead)
             source = harmony_answers(tools, special, eos_ids, wishes.is_required, final)
         elif wishes.is_required or instead is not None:
-            form = FORMATS[wishes.style.format]
-            source = required_calls(form, tools, special, wishes.most_calls, instead)
+            source = required_calls(form, tools, marks, wishes.most_calls, instead)
         else:
-            form = FORMATS[wishes.style.format]
             free = sorted({*special.values()} - {*eos_ids} - {special[one] for one in form.begins if one in special})
-            source = allowed_calls(form, tools, special, wishes.most_calls, free)
+            source = allowed_calls(form, tools, marks, wishes.most_calls, free)
     except CannotHold as error:
         message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}."
         raise InvalidRequest(message, error.param) from None

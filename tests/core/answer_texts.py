@@ -85,6 +85,9 @@ def random_call(rng: random.Random) -> Call:
     return name, {key: random_value(rng, kinds[key]) for key in chosen}
 
 
+QUOTE = '<|"|>'
+
+
 def dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -111,21 +114,30 @@ def bare_json(value: Any) -> str:
     return value if isinstance(value, str) else dumped(value)
 
 
-def gemma_value(value: Any) -> str:
+def gemma_value(value: Any, quote: str) -> str:
     match value:
         case str():
-            return f"<escape>{value}<escape>"
+            return f"{quote}{value}{quote}"
         case dict():
-            return "{" + ",".join(f"<escape>{key}<escape>:{gemma_value(one)}" for key, one in value.items()) + "}"
+            return "{" + ",".join(f"{quote}{key}{quote}:{gemma_value(one, quote)}" for key, one in value.items()) + "}"
         case list():
-            return "[" + ",".join(map(gemma_value, value)) + "]"
+            return "[" + ",".join(gemma_value(one, quote) for one in value) + "]"
         case _:
             return dumped(value)
 
 
-def gemma(call: Call) -> str:
-    args = ",".join(f"{key}:{gemma_value(value)}" for key, value in call[1].items())
-    return f"<start_function_call>call:{call[0]}{{{args}}}<end_function_call>"
+def gemma(call: Call, quote: str = "<escape>") -> str:
+    args = ",".join(f"{key}:{gemma_value(value, quote)}" for key, value in call[1].items())
+    return f"call:{call[0]}{{{args}}}"
+
+
+def deepseek(call: Call) -> str:
+    return f"{wide('call▁begin')}{call[0]}{wide('sep')}{dumped(call[1])}{wide('call▁end')}"
+
+
+def wide(name: str) -> str:
+    """A mark of DeepSeek's."""
+    return f"<\uff5ctool▁{name}\uff5c>"
 
 
 def python(call: Call) -> str:
@@ -142,5 +154,10 @@ RENDER: Mapping[str, Callable[[Sequence[Call]], str]] = {
     "mistral": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{dumped(args)}" for name, args in calls),
     "granite": lambda calls: f"<|tool_call|>[{', '.join(map(in_json, calls))}]",
     "phi4": lambda calls: f"<|tool_call|>[{', '.join(map(in_json, calls))}]<|/tool_call|>",
-    "gemma": lambda calls: "".join(map(gemma, calls)),
+    "gemma": lambda calls: "".join(f"<start_function_call>{gemma(call)}<end_function_call>" for call in calls),
+    "gemma4": lambda calls: "".join(f"<|tool_call>{gemma(call, QUOTE)}<tool_call|>" for call in calls),
+    "lfm": lambda calls: f"<|tool_call_start|>[{', '.join(map(python, calls))}]<|tool_call_end|>",
+    "nemotron": lambda calls: f"<TOOLCALL>[{', '.join(map(in_json, calls))}]</TOOLCALL>",
+    "apriel": lambda calls: f"<tool_calls>[{', '.join(map(in_json, calls))}]</tool_calls>",
+    "deepseek": lambda calls: f"{wide('calls▁begin')}{''.join(map(deepseek, calls))}{wide('calls▁end')}",
 }

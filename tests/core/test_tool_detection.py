@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from core.chat_template import ChatTemplate
+from core.marked_text import MarkedText, Origin
 from core.tool_detection import ThoughtStyle, ToolStyle, detect
+from core.tool_formats import FORMATS, with_calls
 from server.loaded_engine import thought_style_of
+from tests.core.answer_texts import RENDER, Call, dumped
 from tests.core.chat_templates import CHATML, LLAMA2, QWEN3
-from tests.core.tool_templates import TOOL_TEMPLATES
+from tests.core.tool_templates import GRANITE33, TOOL_TEMPLATES
 
 
 def style_of(source: str, known: str | None = None) -> ToolStyle | None:
@@ -29,6 +32,26 @@ def test_the_format_is_found(name: str) -> None:
     assert style.format == name.partition(",")[0]
     assert style.has_text_arguments == (name == "mistral")
     assert style.most_calls == (1 if name in ("llama", "harmony") else 2)
+
+
+def test_the_format_is_found_where_the_template_names_it_and_renders_no_calls() -> None:
+    """Calls of a history are written for it, their marks as the template's own, their arguments as text."""
+    style = style_of(GRANITE33)
+    assert style == style_of(GRANITE33, "granite") == ToolStyle("granite", True, 2, is_left_out=True)
+    assert style_of(GRANITE33, "hermes") == ToolStyle("hermes", False, 2)
+    calls: list[Call] = [("probe_one", {"a": "<|tool_call|>", "b": [True, None, "é\n'"]}), ("now", {})]
+    made = [{"function": {"name": name, "arguments": dumped(arguments)}} for name, arguments in calls]
+    text = with_calls("Look.", made, FORMATS["granite"])
+    assert isinstance(text, MarkedText)
+    assert text == "Look." + RENDER["granite"](calls)
+    num_marks = len("<|tool_call|>")
+    origins = [Origin.MODEL] * 5 + [Origin.TEMPLATE] * num_marks + [Origin.CALL] * (len(text) - 5 - num_marks)
+    assert [*text.origins] == origins
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    shown = ChatTemplate({"default": GRANITE33}, {}, 4096).render(messages, now=datetime(2026, 1, 1))
+    assert isinstance(shown, MarkedText)
+    assert (at := str.find(shown, text)) > 0
+    assert shown.origins[at : at + len(text)] == text.origins
 
 
 # Of the last user's turn on, as vendors write them

@@ -7,16 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from core.answer_parts import Arguments, CallBegin, Text, ToolCallParser
 from core.constraints import GrammarKind, GrammarSpec, json_schema
 from core.errors import InvalidRequest
 from core.grammar import Grammar
+from core.tokenizer import Tokenizer
 from core.tool_formats import FORMATS as TOOL_FORMATS
+from core.tool_formats import markers_of
 from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
+from server.loaded_engine import compiler_of
 from tests.core.answer_texts import RENDER
 from tests.core.grammars import compiler, tokenizer
 from tests.core.random_schemas import SchemaMaker
+from tests.core.small_tokenizers import byte_level, for_chats
 from tests.core.test_grammar import Validator, check, sampled, taken
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -82,6 +87,28 @@ def test_required_calls_are_read_as_calls_that_fit_their_schemas(form: str) -> N
             Validator(SCHEMAS[name]).validate(arguments)
         num_calls += len(calls)
     assert num_calls > 10
+
+
+@pytest.mark.parametrize("form", ["hermes", "gemma", "gemma4", "deepseek", "lfm"])
+def test_marks_within_calls_are_their_special_tokens(form: str) -> None:
+    """Where the model has such: spelled in other tokens they are refused, and the values that they enclose are free."""
+    backend = for_chats(byte_level())
+    marks = sorted(mark for mark in markers_of(form) if mark[0] == "<")
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    made = Tokenizer(backend.to_str())
+    special = {made.str_of(token_id): token_id for token_id in made.special_ids}
+    assert special.keys() >= set(marks)
+    source = required_calls(TOOL_FORMATS[form], TOOLS, special)
+    grammar = compiler_of(made, [special["<|im_end|>"]]).compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    text = RENDER[form]([("get_weather", {"city": "Kö<ln", "exact": True}), ("now", {})])
+    named = made.encode(text, add_special_tokens=False)
+    spelled = [one for char in text for one in made.encode(char, add_special_tokens=False)]
+    assert len(set(named) & {special[mark] for mark in marks}) > 1
+    for ids, is_taken in ((named, True), (spelled, False)):
+        state = grammar.start()
+        for token_id in ids:
+            state.accept(token_id)
+        assert (state.fault is None and state.is_complete) is is_taken
 
 
 @pytest.mark.parametrize("form", [name for name, one in TOOL_FORMATS.items() if not one.opens_answer])

@@ -1,5 +1,7 @@
 """Chat templates that render tool calls in the manner of the models', one for each format. Written for these tests."""
 
+import re
+
 from tests.core.chat_templates import LLAMA31, QWEN3
 
 
@@ -71,6 +73,30 @@ GEMMA = _template(
     + "{%- if not loop.last %}{{- ',' }}{%- endif %}{%- endfor %}{{- '}<end_function_call>' }}{%- endfor %}",
     before="",
 )
+GEMMA4 = (
+    GEMMA.replace("<start_function_call>", "<|tool_call>")
+    .replace("<end_function_call>", "<tool_call|>")
+    .replace("<escape>", '<|"|>')
+)
+LFM = (
+    PYTHONIC.replace("(value | tojson) if value is string", """("'" + value + "'") if value is string""")
+    .replace("{{- '\\n' }}", "")
+    .replace("{{- '[' }}", "{{- '<|tool_call_start|>[' }}")
+    .replace("{{- ']' }}", "{{- ']<|tool_call_end|>' }}")
+)
+NEMOTRON = GRANITE.replace("<|tool_call|>[", "<TOOLCALL>[").replace("']'", "']</TOOLCALL>'")
+APRIEL = GRANITE.replace("<|tool_call|>[", "\\n<tool_calls>[").replace("']'", "']</tool_calls>'")
+DEEPSEEK = _template(
+    "{{- '<|tool▁calls▁begin|>' }}"
+    + _EACH
+    + "{{- '<|tool▁call▁begin|>' + f.name + '<|tool▁sep|>' }}{{- f.arguments | tojson }}{{- '<|tool▁call▁end|>' }}"
+    + "{%- endfor %}{{- '<|tool▁calls▁end|>' }}",
+    before="",
+)
+DEEPSEEK = re.sub(r"<\|(tool[^|]+)\|>", "<\uff5c\\1\uff5c>", DEEPSEEK)
+# It shows the tools, and writes of the assistant's turns what is said alone
+GRANITE33 = _template("").replace("{%- for tool in tools", "{{- 'Answer with <|tool_call|>.' }}{%- for tool in tools")
+
 HARMONY = """\
 {%- for message in messages %}
 {%- if message.tool_calls %}
@@ -97,5 +123,10 @@ TOOL_TEMPLATES = {
     "granite": GRANITE,
     "phi4": PHI4,
     "gemma": GEMMA,
+    "gemma4": GEMMA4,
+    "lfm": LFM,
+    "nemotron": NEMOTRON,
+    "apriel": APRIEL,
+    "deepseek": DEEPSEEK,
     "harmony": HARMONY,
 }
