@@ -61,12 +61,6 @@ def put(directory: KVDirectory, *pairs: tuple[int, int]) -> None:
         directory.put(slot, label(serial), content(serial))
 
 
-@pytest.fixture(autouse=True)
-def logs_warnings_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the level that tests before these have left."""
-    caplog.set_level("WARNING", "gpu.kv_store")
-
-
 def run(directory: KVDirectory, work: str) -> None:
     """Each word is a slot and its block's serial, or an operation and its slots."""
     for word in work.split():

@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 import uvloop
 
-from server.observing.logs import OUR_LOGGERS, LogHandler
+from server.observing.logs import LogHandler
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
@@ -76,14 +76,12 @@ def _keep_signal_handlers() -> Iterator[None]:
 def _restore_loggers() -> Iterator[None]:
     """After configure_logging."""
     root = logging.getLogger()
-    handlers, levels = root.handlers[:], {one: one.level for one in (root, *map(logging.getLogger, OUR_LOGGERS))}
+    handlers = root.handlers[:]
     yield
     for handler in root.handlers:
         if isinstance(handler, LogHandler):
             handler.close()
     root.handlers[:] = handlers
-    for logger, level in levels.items():
-        logger.setLevel(level)
 
 
 @pytest.fixture
