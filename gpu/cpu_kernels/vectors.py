@@ -20,6 +20,8 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+from gpu.device import cpu_flags
+
 LANES = 16
 REGISTER_BYTES = 64
 
@@ -48,7 +50,6 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-ROUNDER = np.float32(1.5 * 2**23)
 BFLOATS, HALF_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
@@ -177,7 +178,12 @@ def emit_products(
         rows: addresses of bf16 [2 * num_pairs].
         sums: of each row, memory of Floats for each column.
         columns_of: emits the registers of pairs of the index-th pair of inputs.
+
+    Raises:
+        RuntimeError: without avx512_bf16, where LLVM would end the process.
     """
+    if "avx512_bf16" not in cpu_flags():
+        raise RuntimeError("this kernel needs a CPU with avx512_bf16")
     with cgutils.for_range(builder, num_pairs) as loop:
         columns = [builder.bitcast(column, BFLOATS) for column in columns_of(loop.index)]
         place = builder.mul(loop.index, constant(4))

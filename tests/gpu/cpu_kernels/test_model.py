@@ -8,10 +8,14 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig
 from gpu import tune
-from gpu.cpu_kernels.recorded import RecordedLayers
 from gpu.device import cpu_flags, num_physical_cores
 from tests.gpu.conftest import open_runner
 from tests.gpu.driver import Driver, make_plan
+
+if "avx512_bf16" not in cpu_flags():
+    pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
+
+from gpu.cpu_kernels.recorded import RecordedLayers
 
 
 def windowed_model(directory: Path, inner: int) -> Path:
@@ -57,7 +61,6 @@ def logits(directory: Path, dtype: str, is_recorded: bool = True) -> torch.Tenso
     return torch.stack(found)
 
 
-@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16")
 def test_the_kernels_logits_are_as_near_to_float32_as_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = windowed_model(tmp_path, 112)
     exact, torchs = (logits(model, dtype) for dtype in ("float32", "bfloat16"))
@@ -71,7 +74,6 @@ def test_the_kernels_logits_are_as_near_to_float32_as_torchs(tmp_path: Path, mon
     assert is_clear.sum() > 60
 
 
-@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16")
 @pytest.mark.parametrize("num_threads", [1, 2 * num_physical_cores() + 1])  # some sleep until the others have come
 def test_layers_that_are_recorded_compute_the_same_bits(
     num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
