@@ -152,16 +152,20 @@ def num_padding_rows(num_rows: int) -> int:
 
 
 def keeps_rows() -> bool:
-    """Whether oneDNN rounds a row of bf16 the same however many there are: with AMX it does not."""
-    return "amx_bf16" not in cpu_flags()
+    """Whether a row of bf16 is rounded the same however many there are.
+
+    With AMX it is not, nor with AVX-512 without bf16: on two threads torch divides the inputs by the number of rows.
+    """
+    return "amx_bf16" not in cpu_flags() and ("avx512_bf16" in cpu_flags() or "avx512f" not in cpu_flags())
 
 
 def _in_company(linear: Linear, most_whole: int = MOST_WHOLE_INPUTS) -> Linear:
-    """The same bits for a row in any company: with AMX, rows of many inputs go sixteen at a time.
+    """The same bits for a row in any company: unless keeps_rows, rows of many inputs go sixteen at a time.
 
     With AMX oneDNN divides the inputs by the number of rows and threads. Measured there, with one thread and with two:
     two or more rows have the same results with a packed matrix of up to 1,280 inputs, but not with 1,408; sixteen have
-    them with any matrix, packed or plain.
+    them with any matrix, packed or plain. With AVX-512 without bf16 (Cascade Lake) sixteen have them with all measured
+    but 64 outputs of 4,864 inputs, packed.
 
     Args:
         most_whole: inputs up to which any number of rows goes at once.

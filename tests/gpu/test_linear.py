@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpu.device import cpu_flags
 from gpu.linear import PackedRows, can_pack, has_onednn, make_linear, make_tied
 
 CPU = torch.device("cpu")
@@ -69,6 +70,7 @@ def test_rows_and_products_are_the_matrixs(num_rows: int, width: int) -> None:
     assert torch.allclose(head(x).float(), F.linear(x, matrix).float(), rtol=0.02, atol=0.1)
 
 
+@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16, whose layout is known")
 @needs_packing
 def test_a_matrix_that_can_be_read_from_its_packed_form_is_let_go() -> None:
     matrix = make_matrix(128, 64)
