@@ -441,14 +441,18 @@ def check_url(arguments: argparse.Namespace) -> None:
     check_trust_flags(arguments)
 
 
+def client_of(url: str, arguments: argparse.Namespace, config: ServerConfig) -> ChatClient:
+    is_asked = arguments.ca_file is not None or arguments.takes_any
+    tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
+    return ChatClient(url, config.api_keys[0] if config.api_keys else None, tls=tls)
+
+
 def ready_client(url: str, arguments: argparse.Namespace, config: ServerConfig) -> ChatClient:
     """
     Raises:
         StartupError: no server answers.
     """
-    is_asked = arguments.ca_file is not None or arguments.takes_any
-    tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
-    client = ChatClient(url, config.api_keys[0] if config.api_keys else None, tls=tls)
+    client = client_of(url, arguments, config)
     client.wait_ready(lambda stage: print(stage, file=sys.stderr, flush=True))
     return client
 

@@ -2,16 +2,18 @@
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from core.errors import ExitCode, StartupError
 from server.commands.tls_trust import add_trust_flags
 from server.config import OLD_OPTIONS, OPTIONS, Option
 from server.gate.tenants import LOCAL_NAME
 from server.ledger.store import Grouping
-from server.values import did_you_mean
+from server.values import BadValueError, did_you_mean
+
+T = TypeVar("T")
 
 EXAMPLES = {
     "serve": """\
@@ -291,6 +293,19 @@ def refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
         parser.error(f"unknown argument: {name}; did you mean {OTHERS_FLAGS[name]}?")
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     parser.error(f"unknown argument: {name}{did_you_mean(name, flags) if name.startswith('-') else ''}")
+
+
+def given_value(flag: str, text: str, parse: Callable[[str], T], sample: str) -> T:
+    """What a flag says that is none of the settings.
+
+    Raises:
+        StartupError: it cannot be parsed.
+    """
+    try:
+        return parse(text)
+    except BadValueError as error:
+        cause = f"{flag} is {text!r}: it must be {error.expected}"
+        raise StartupError(cause, f"{flag} {error.proposal or sample}", ExitCode.USAGE) from error
 
 
 def flags_given(arguments: argparse.Namespace) -> dict[str, str | list[str]]:

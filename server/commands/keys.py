@@ -4,11 +4,13 @@ import argparse
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from core.errors import ExitCode, StartupError
+from server.commands.command_line import given_value
 from server.config import ServerConfig
 from server.gate.identity import (
     COMMON_SCOPES,
@@ -37,9 +39,10 @@ def create(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -
     Raises:
         StartupError: an argument is invalid, or the file is not a keys file.
     """
-    tenant, label = _tenant(arguments.tenant, config), _label(arguments.label)
-    scopes = _scopes(arguments.scope or list(COMMON_SCOPES))
-    expires = None if arguments.expires is None else _expiry(arguments.expires, now)
+    tenant, scopes = _tenant(arguments.tenant, config), _scopes(arguments.scope or list(COMMON_SCOPES))
+    label, expires = given_value("--label", arguments.label, label_value, "ci"), None
+    if arguments.expires is not None:
+        expires = given_value("--expires", arguments.expires, partial(expiry_value, now=now), "90d")
     path = _keys_file(config)
     key, record = create_key(path, now, tenant, label=label, scopes=scopes, expires=expires)
     expiry = "never expires" if record.expires is None else f"expires {_shown(record.expires)}"
@@ -89,14 +92,6 @@ def _tenant(name: str | None, config: ServerConfig) -> str:
         raise StartupError(cause, where, ExitCode.USAGE) from error
 
 
-def _label(text: str) -> str:
-    try:
-        return label_value(text)
-    except BadValueError as error:
-        cause = f"--label has {len(text)} characters, or some that cannot be shown"
-        raise StartupError(cause, error.expected, ExitCode.USAGE) from error
-
-
 def _scopes(words: Iterable[str]) -> tuple[Scope, ...]:
     known = [scope.value for scope in Scope]
     for word in words:
@@ -104,15 +99,6 @@ def _scopes(words: Iterable[str]) -> tuple[Scope, ...]:
             cause = f"unknown right {word!r}{did_you_mean(word, known)}"
             raise StartupError(cause, f"--scope {', --scope '.join(known)}", ExitCode.USAGE)
     return tuple(dict.fromkeys(map(Scope, words)))
-
-
-def _expiry(text: str, now: datetime) -> datetime:
-    try:
-        return expiry_value(text, now)
-    except BadValueError as error:
-        raise StartupError(
-            f"--expires is {text!r}: it must be {error.expected}", "--expires 90d", ExitCode.USAGE
-        ) from error
 
 
 def _row(record: KeyRecord, now: datetime) -> tuple[str, ...]:

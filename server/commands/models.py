@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TextIO
 from urllib.parse import quote
 
-import httpx2
-
 from core.errors import ExitCode, StartupError
 from server import engine_loader
 from server.banner import configured_url
+from server.commands.chat import client_of
+from server.commands.command_line import given_value
 from server.commands.console import MIN_FETCHED_BYTES, new_console, progress
 from server.commands.hub import Hub, cached_models, environment_hub, fetch
-from server.commands.tls_trust import check_trust_flags, client_context
+from server.commands.tls_trust import check_trust_flags
 from server.config import ServerConfig
 from server.engine_loader import ModelFacts, describe_models
 from server.model_files import models_below
-from server.values import BadValueError, HubId, existing_directory, format_count, format_size, model_source, with_scheme
+from server.values import BadValueError, HubId, existing_directory, format_count, format_size, model_source
 
 LOAD_TIMEOUT_S = 3600.0
 
@@ -40,11 +40,7 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
             raise StartupError(f"which model to {arguments.action} is missing", fix, ExitCode.USAGE)
         print(pull(arguments.name) if arguments.action == "pull" else switch(arguments, config))
         return ExitCode.OK
-    try:
-        directories = [existing_directory(text) for text in arguments.dir]
-    except BadValueError as error:
-        fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
-        raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
+    directories = [given_value("--dir", text, existing_directory, "DIRECTORY") for text in arguments.dir]
     embedded = (engine_loader.DEMO_NAME, engine_loader.DEMO_DIRECTORY)
     models = describe_models([embedded, *find_models(directories, environment_hub())], config.to_engine_config())
     if arguments.json:
@@ -79,25 +75,17 @@ def switch(arguments: argparse.Namespace, config: ServerConfig) -> str:
         StartupError: the server cannot be reached, or refuses.
     """
     check_trust_flags(arguments)
-    url = with_scheme(arguments.url) if arguments.url else configured_url(config)
+    url = arguments.url or configured_url(config)
     if url is None:
         raise StartupError("which server to ask is not known", "--url URL", ExitCode.USAGE)
-    tls = client_context(arguments.ca_file, not arguments.takes_any)
-    headers = {"authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
-    path = f"{url.rstrip('/')}/admin/models/{quote(arguments.name, safe='')}/{arguments.action}"
-    try:
-        answer = httpx2.post(path, headers=headers, verify=tls, timeout=LOAD_TIMEOUT_S)
-    except httpx2.HTTPError as error:
-        cause = f"{url} cannot be reached: {error}"
-        raise StartupError(cause, "start a server, or name another with --url", ExitCode.UNREACHABLE) from error
-    if answer.status_code == httpx2.codes.OK:
-        return f"{arguments.name}: {answer.json()['status']['value']}"
-    try:
-        cause = answer.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        cause = f"{url} answers {answer.status_code}, and is no server with models to load"
-    fix = "--api-key KEY with the right admin" if answer.status_code in (401, 403) else "steploop models --help"
-    raise StartupError(cause, fix, ExitCode.UNREACHABLE)
+    client = client_of(url, arguments, config)
+    path = f"/admin/models/{quote(arguments.name, safe='')}/{arguments.action}"
+    with client.exchange("POST", path, timeout_s=LOAD_TIMEOUT_S) as answer:
+        body = answer.read()
+    if answer.status_code != 200:
+        fix = "--api-key KEY with the right admin" if answer.status_code in (401, 403) else "steploop models --help"
+        raise StartupError(client.refusal(answer.status_code, body).cause, fix, ExitCode.UNREACHABLE)
+    return f"{arguments.name}: {json.loads(body)['status']['value']}"
 
 
 def find_models(directories: Sequence[Path], hub: Hub) -> list[tuple[str, Path]]:

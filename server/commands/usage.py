@@ -5,15 +5,16 @@ import csv
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 
 from core.errors import ExitCode, StartupError
+from server.commands.command_line import given_value
 from server.commands.console import new_console
 from server.config import ServerConfig
 from server.ledger.store import MICRO, Grouping
 from server.ledger.usage import UsageLine, UsageQuery, read_usage, since_value, total, usage_objects
-from server.values import BadValueError
 
 NO_KEY = "(no key)"
 
@@ -28,7 +29,10 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
         raise StartupError("no ledger is named", fix, ExitCode.USAGE)
     if config.tenants and arguments.tenant not in (None, *(tenant.name for tenant in config.tenants)):
         print(f"note: the configuration has no tenant {arguments.tenant}", file=sys.stderr)
-    query = UsageQuery(Grouping(arguments.by), arguments.tenant, _since(arguments.since, datetime.now(UTC)))
+    since_us = 0
+    if arguments.since is not None:
+        since_us = given_value("--since", arguments.since, partial(since_value, now=datetime.now(UTC)), "30d")
+    query = UsageQuery(Grouping(arguments.by), arguments.tenant, since_us)
     lines = read_usage(config.ledger, query)
     if not lines:
         print(f"{config.ledger} has no matching records", file=sys.stderr)
@@ -39,16 +43,6 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
     elif lines:
         _print_table(query.by, lines)
     return ExitCode.OK
-
-
-def _since(text: str | None, now: datetime) -> int:
-    if text is None:
-        return 0
-    try:
-        return since_value(text, now)
-    except BadValueError as error:
-        cause = f"--since is {text!r}: it must be {error.expected}"
-        raise StartupError(cause, "--since 30d", ExitCode.USAGE) from error
 
 
 def _print_csv(by: Grouping, lines: Sequence[UsageLine]) -> None:

@@ -127,7 +127,7 @@ def test_table_has_a_row_a_model(models: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_directory_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--dir", str(tmp_path / "none")]) == ExitCode.USAGE
-    assert "--dir must be a directory that exists" in capsys.readouterr().err
+    assert "it must be a directory that exists" in capsys.readouterr().err
     (tmp_path / "models").mkdir()
     assert main(["models", "--dir", str(tmp_path / "modles")]) == ExitCode.USAGE
     assert capsys.readouterr().err.endswith(f"fix: --dir {tmp_path / 'models'}\n")
