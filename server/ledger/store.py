@@ -245,17 +245,12 @@ CHECKPOINTED = (
     "price_micro",
 )  # fmt: skip
 _INSERT = f"INSERT INTO requests ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+_REPLACE = f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET " + ", ".join(
+    f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id"
+)
 # What was cut short begins anew, and what was answered stays
-_RESERVE_AGAIN = (
-    f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id")
-    + f" WHERE state != '{RowState.RESERVED}' AND coalesce(status, 0) != 200"
-)
-_SETTLE = (
-    f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id")
-    + f" WHERE state = '{RowState.RESERVED}'"
-)
+_RESERVE_AGAIN = f"{_REPLACE} WHERE state != '{RowState.RESERVED}' AND coalesce(status, 0) != 200"
+_SETTLE = f"{_REPLACE} WHERE state = '{RowState.RESERVED}'"
 _WITHDRAW = f"DELETE FROM requests WHERE request_id = ? AND state = '{RowState.RESERVED}'"
 _CHECKPOINT = (
     f"UPDATE requests SET {', '.join(f'{name} = ?' for name in CHECKPOINTED)}"
@@ -443,7 +438,8 @@ class LedgerStore:
             case Withdraw(request_id):
                 execute(_WITHDRAW, (request_id,))
             case Keep(answer):
-                self._keep(answer)
+                packed = msgspec.msgpack.encode(answer.headers)
+                self._insert("INSERT OR REPLACE INTO answers", msgspec.structs.asdict(answer) | {"headers": packed})
             case Checkpoint(rows):
                 for row in rows:
                     execute(_CHECKPOINT, [getattr(row, name) for name in (*CHECKPOINTED, "request_id")])
@@ -460,17 +456,13 @@ class LedgerStore:
             case Probe():
                 execute(f"PRAGMA user_version = {SCHEMA_VERSION}")  # changes nothing, and is a write
 
-    def _keep(self, answer: StoredAnswer) -> None:
-        values = msgspec.structs.asdict(answer) | {"headers": msgspec.msgpack.encode(answer.headers)}
-        places = ", ".join("?" * len(values))
-        self._database.execute(
-            f"INSERT OR REPLACE INTO answers ({', '.join(values)}) VALUES ({places})", tuple(values.values())
-        )
+    def _insert(self, into: str, values: dict[str, Any]) -> None:
+        names, places = ", ".join(values), ", ".join("?" * len(values))
+        self._database.execute(f"{into} ({names}) VALUES ({places})", tuple(values.values()))
 
     def _keep_response(self, response: StoredResponse, most_bytes: int) -> None:
         values = msgspec.structs.asdict(response) | {"size_bytes": response.size_bytes}
-        names, places = ", ".join(values), ", ".join("?" * len(values))
-        self._database.execute(f"INSERT OR IGNORE INTO responses ({names}) VALUES ({places})", tuple(values.values()))
+        self._insert("INSERT OR IGNORE INTO responses", values)
         if self._response_bytes is not None:
             self._response_bytes += response.size_bytes
         while self._response_bytes is None or self._response_bytes > most_bytes:
