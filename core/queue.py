@@ -10,8 +10,8 @@ another that waits. Otherwise a tenant that sets deadlines on all its requests w
 
 A class ages while it waits: each AGEING_S without an admission raise it by one, all but the top class even above the
 top, and an admission resets it. So a waiting class precedes all others, in the queue and by preemption, after
-AGEING_S x (TOP_CLASS + 1 - class) seconds at most: bound_s(). Of classes that ageing has made equal, the lower goes
-first, having waited longer. Ageing raises the class, not the request: an old backlog of one tenant must not pass other
+AGEING_S x (TOP_CLASS + 1 - class) seconds at most. Of classes that ageing has made equal, the lower goes first,
+having waited longer. Ageing raises the class, not the request: an old backlog of one tenant must not pass other
 tenants' fresh requests of the same class; between those the tenants' counters decide.
 
 Tenants' counters follow "Fairness in Serving Large Language Models" (arXiv:2401.00588), the virtual token counter: the
@@ -41,11 +41,6 @@ Rank = tuple[int, bool, float, Place]
 
 _PLACE: Callable[[Sequence], Place] = attrgetter("place")
 _DUE_ORDER: Callable[[Sequence], DueOrder] = attrgetter("due_order")
-
-
-def bound_s(priority: int) -> float:
-    """How long a class can wait without an admission before it precedes all others."""
-    return AGEING_S * (TOP_CLASS + 1 - priority)
 
 
 def aged_class(priority: int, age_s: float) -> int:
