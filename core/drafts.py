@@ -87,18 +87,15 @@ class DraftModel(Protocol):
 
     def num_behind(self, sequence: Sequence, domain: Hashable) -> int:
         """How many of the sequence's tokens it lacks; at least the newest."""
-        ...
 
     def propose(self, wishes: Seq[DraftWish]) -> tuple[list[list[int]], float, float]:
         """The drafts, some of them shorter than asked for, as the target would sample them with the same noise.
 
         Returns: them, and the seconds that they took: for what it lacked, and for the rest.
         """
-        ...
 
     def clear(self) -> None:
         """Forget all sequences."""
-        ...
 
 
 class Drafts:

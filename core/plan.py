@@ -203,14 +203,12 @@ class BlockStore(Protocol):
 
         Returns at once; later copies to the slots are kept. Earlier failed deletions are tried again.
         """
-        ...
 
     @property
     def state(self) -> StoreState: ...
 
     def keep(self, copies: BlockCopies | None) -> None:
         """After the last step: copy these out, and return once everything copied out is stored, or time is up."""
-        ...
 
 
 Ticket = TypeVar("Ticket")
@@ -227,7 +225,6 @@ class Runner(Protocol[Ticket]):
 
     def forward(self, plan: StepPlan) -> Ticket:
         """Start the step: reset slots, copy blocks, write KV, compute logits of rows that sample and of targets."""
-        ...
 
     def sample(self, ticket: Ticket, masks: Int32Array | None = None) -> None:
         """Sample tokens from the ticket's logits; they stay on the device.
@@ -237,7 +234,6 @@ class Runner(Protocol[Ticket]):
                 is token 0's. In the order of the plan's masked_rows; of one with drafts first the token after none of
                 them, then that after each. None: the plan has none.
         """
-        ...
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the step and bring its tokens to the host.
@@ -245,7 +241,6 @@ class Runner(Protocol[Ticket]):
         Raises:
             DeviceError: the device is lost. Any other exception concerns this plan alone.
         """
-        ...
 
 
 class PlanBuilder:

@@ -64,7 +64,6 @@ class ThoughtFollower(Protocol):
     @property
     def is_thinking(self) -> bool:
         """The next token is one between the markers."""
-        ...
 
     @property
     def is_last(self) -> bool: ...
@@ -74,7 +73,6 @@ class ThoughtFollower(Protocol):
 
         Returns: what came behind the thought, with the token that ended it.
         """
-        ...
 
 
 class MarkedThought:

@@ -184,17 +184,14 @@ class Demand(Protocol):
     @property
     def num_prompt_tokens(self) -> int:
         """Counted, or estimated."""
-        ...
 
     @property
     def max_tokens(self) -> int:
         """Of each of its sequences."""
-        ...
 
     @property
     def counts_late(self) -> bool:
         """All tokens of its answer are counted at its end."""
-        ...
 
     @property
     def num_sequences(self) -> int: ...

@@ -142,11 +142,9 @@ class AttentionKernels(Protocol):
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
         """Allocate room for so many rows of such a context, so that it never grows later. kv: a layer's."""
-        ...
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """query: [tokens, heads, head_dim], rotated; returns [tokens, heads * head_dim]."""
-        ...
 
 
 @dataclass(slots=True)

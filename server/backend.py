@@ -78,7 +78,6 @@ class Prompts(Protocol):
     @property
     def tells_tokens(self) -> bool:
         """The first token is known when it comes, not only with the whole answer."""
-        ...
 
 
 class PromptSource(Protocol):
@@ -97,7 +96,6 @@ class PromptSource(Protocol):
 
     def surface_of(self, surface: Surface) -> Surface:
         """What writes the answer."""
-        ...
 
 
 class TokenSource(Protocol):

@@ -75,18 +75,15 @@ class DeltaSink(Protocol):
 
     def on_begin(self, choice: int, now_s: float) -> None:
         """The choice's first token has come; its text follows."""
-        ...
 
     def on_text(self, choice: int, text: str) -> None:
         """The text of new tokens that come without logprobs or an end."""
-        ...
 
     def text_writer(self, choice: int) -> TextWriter | None:
         """A function that does on_text(choice, ...), for a choice that has had text before.
 
         Valid until the choice has ended or been cancelled. None: not yet; ask again after the next on_text.
         """
-        ...
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
@@ -97,26 +94,21 @@ class DeltaSink(Protocol):
             ids: without one that ends the answer.
             cut_text: the end of their text, that a stop string has cut off.
         """
-        ...
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         """The choice has so many tokens: 0 when it is submitted, later at least its mark.
 
         Returns: its next mark, the number of tokens at which to call again.
         """
-        ...
 
     def on_engine_mark(self, mark: EngineMark) -> None:
         """One of its requests has passed a stage before its first token."""
-        ...
 
     def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
         """Likewise, of one that an upstream answers."""
-        ...
 
     def on_upstream(self, shown: str, fallback: str | None) -> None:
         """An upstream is asked, of another model if `fallback` names one; told before the first text."""
-        ...
 
     def fail(self, error: ServiceError, is_refusal: bool = False) -> None:
         """The answer breaks off; on_end still comes.
@@ -124,11 +116,9 @@ class DeltaSink(Protocol):
         Args:
             is_refusal: nothing was computed, so that the ledger keeps nothing of it.
         """
-        ...
 
     def on_end(self, usage: Usage, error: str | None) -> None:
         """The request has ended; called exactly once. With an error, sequences without a finish reason have failed."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -428,11 +418,9 @@ class WriteQueue(Protocol):
     @property
     def num_writes(self) -> int:
         """The number of writes of connections so far, flushed or waiting to be."""
-        ...
 
     def flush_all(self) -> None:
         """Write what is waiting."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -34,7 +34,6 @@ class EngineEvents(Protocol):
 
     def on_ready(self, loaded: Any) -> None:
         """The engine is built; `loaded` is what build() has returned."""
-        ...
 
     def on_delivery(self, delivery: StepDelivery) -> None: ...
 
@@ -44,11 +43,9 @@ class EngineEvents(Protocol):
         Args:
             gil_wait_s: how long its thread has just waited for the GIL.
         """
-        ...
 
     def on_failed(self, error: BaseException) -> None:
         """The engine could not be built, or is broken: nothing more will be delivered."""
-        ...
 
 
 class EngineThread:

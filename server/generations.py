@@ -108,7 +108,6 @@ class Active(Protocol):
 
     def courses(self) -> list[Course]:
         """Of its requests, as far as they have come."""
-        ...
 
     def fail(self, error: ServiceError) -> None: ...
 

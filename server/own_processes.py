@@ -125,11 +125,9 @@ class ProcessEvents(Protocol):
 
     def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
         """A process tells of itself by sd_notify(3)."""
-        ...
 
     def on_lost(self) -> None:
         """The fork server has ended, and with it all processes."""
-        ...
 
 
 class Processes:

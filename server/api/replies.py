@@ -176,27 +176,21 @@ class StreamReply(Protocol):
 
     def start(self) -> bytes:
         """The events before the first delta. Called once, when the head goes out."""
-        ...
 
     def text(self, choice: int, text: str) -> bytes:
         """The event of newly sampled text that comes with nothing else; not empty."""
-        ...
 
     def text_frame(self, choice: int) -> TextFrame | None:
         """What text() puts around the text's JSON string, for the hot path; None: that varies."""
-        ...
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         """The events of text that comes with logprobs, or with the choice's end."""
-        ...
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         """The events after the last delta of all choices, including the stream's end mark."""
-        ...
 
     def error(self, error: ServiceError) -> bytes:
         """The events that break the stream off, instead of end()."""
-        ...
 
 
 class WholeReply:

@@ -81,11 +81,9 @@ class Loading(Protocol):
 
     def expected_s(self) -> float | None:
         """Until it is loaded: 0 if it is; None: not measured yet."""
-        ...
 
     def begin(self) -> None:
         """Load it, though nobody waits for it."""
-        ...
 
 
 class SharedRoom:

@@ -623,7 +623,6 @@ class Pausable(Protocol):
 
     def end_early(self) -> None:
         """End all choices that still go on, as if at their max_tokens."""
-        ...
 
 
 class Allowance:

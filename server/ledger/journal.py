@@ -322,11 +322,9 @@ class Writer(Protocol):
 
     def submit(self, write: Write, tell: Tell) -> None:
         """`tell` gets whether the write is durable, and the outcome of its batch."""
-        ...
 
     def close(self) -> None:
         """Write what has been submitted, and close the ledger. No outcome is told any more."""
-        ...
 
 
 class CommitPace:

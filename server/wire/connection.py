@@ -35,7 +35,6 @@ class Flushable(Protocol):
 
     def break_down(self) -> None:
         """Called while an exception of flush() is handled."""
-        ...
 
 
 class WriteBatch:
@@ -106,15 +105,12 @@ class ConnectionRegistry(Protocol):
 
     def opened(self, connection: "Connection") -> None:
         """The connection has its transport."""
-        ...
 
     def forget(self, connection: "Connection") -> None:
         """The connection is lost."""
-        ...
 
     def keep_task(self, task: asyncio.Task[None]) -> None:
         """Hold the handler's task until it is done: it may outlive its connection."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

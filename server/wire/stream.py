@@ -40,7 +40,6 @@ class StreamCarrier(Protocol):
 
     def start_body(self, stream: "HttpStream") -> None:
         """The handler wants the body: its clock starts, and a peer that waits for 100 Continue gets it."""
-        ...
 
     def write_head(self, stream: "HttpStream", head: ResponseHead) -> None: ...
 
@@ -54,7 +53,6 @@ class StreamCarrier(Protocol):
 
     def call_once_written(self, stream: "HttpStream", callback: WrittenCallback) -> None:
         """Call it when the kernel has all that was sent on the stream so far, or never will."""
-        ...
 
 
 class HttpStream:
