@@ -17,7 +17,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn
@@ -47,13 +47,16 @@ _PRELOADED = (
 )
 
 
+def preload(names: Sequence[str]) -> None:
+    """Import what the models need; not an extra that is missing, nor kernels whose instructions this CPU lacks."""
+    for name in names:
+        with suppress(ImportError, RuntimeError):
+            __import__(name)
+
+
 def main(line: socket.socket) -> None:
     """Take orders until the line is closed."""
-    for name in _PRELOADED:
-        try:
-            __import__(name)
-        except ImportError:  # an extra
-            continue
+    preload(_PRELOADED)
     share_code_pages()
     gc.collect()
     gc.freeze()  # pages stay shared

@@ -16,6 +16,7 @@ from core.errors import ServiceError, StartupError
 from server import engine_loader
 from server.config import ServerConfig
 from server.engine_loader import DEMO_DIRECTORY, keep_files
+from server.fork_server import preload
 from server.local_models import (
     FIRST_LATE_S,
     LEAST_LATE_S,
@@ -390,6 +391,14 @@ def test_what_a_model_needs_beside_weights_is_kept_until_a_file_changes(
     shutil.rmtree(path)
     with pytest.raises(StartupError, match="does not exist"):
         engine_loader._read_model(config, path)
+
+
+def test_a_fork_server_starts_on_a_cpu_that_lacks_the_kernels_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels_of_other_cpus.py").write_text("raise RuntimeError('this kernel needs a CPU with avx512_bf16')")
+    monkeypatch.syspath_prepend(tmp_path)
+    preload(["no_such_extra", "kernels_of_other_cpus", "stat"])
 
 
 def test_an_order_to_a_fork_server_that_has_just_ended_is_lost_with_it(tmp_path: Path) -> None:
