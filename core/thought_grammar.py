@@ -254,9 +254,9 @@ class ChannelState(GrammarState):
 
     def fill_mask(self, mask: Int32Array) -> None:
         words, thought = mask.view(np.uint32), self._follower
-        if self._is_used_up and thought.is_thinking:
+        if end := self._forced_end():
             mask[:] = 0
-            _allow(words, self._vocabulary.encode("<|end|>")[0])
+            _allow(words, end[0])
             return
         self._answer.fill_mask(mask)
         if self._is_used_up and thought.is_inside and thought.tail.endswith(b"<|channel|>"):
@@ -267,10 +267,15 @@ class ChannelState(GrammarState):
     def _is_used_up(self) -> bool:
         return self._num_inside >= self._most_tokens
 
+    def _forced_end(self) -> list[int]:
+        """Of a thought that is used up; a character that it has begun comes first: the grammar takes no part of one."""
+        if not (self._is_used_up and self._follower.is_thinking):
+            return []
+        end = list(self._vocabulary.encode("<|end|>"))
+        return end if self._answer.takes(end[0]) else []
+
     def forced(self) -> list[int]:
-        if self._is_used_up and self._follower.is_thinking:
-            return list(self._vocabulary.encode("<|end|>"))
-        return self._answer.forced()
+        return self._forced_end() or self._answer.forced()
 
     def accept(self, token_id: int) -> None:
         thought = self._follower

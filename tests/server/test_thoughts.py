@@ -511,6 +511,19 @@ def test_channels_without_tools_have_thoughts_and_what_is_held(form: dict[str, A
             check_valid(whole["text"]) if "response_format" in form else re.fullmatch("[xy]{2,3}", whole["text"])
 
 
+def test_a_thought_that_is_used_up_within_a_character_writes_it_first() -> None:
+    """The grammar of channels takes no mark behind a part of one."""
+    crab = "\U0001f980"
+    num = len(ids_of(crab))
+    assert num > 1
+    with thinking("harmony") as server:
+        for budget in range(1, 2 * num + 1):
+            thought = ids_of("<|channel|>analysis<|message|>" + 9 * crab)
+            whole = server.ask(ask_for(response_format=FORM, thinking_token_budget=budget), thought)
+            assert whole.status == 200
+            assert message_of(whole)["thought"] == crab * -(-budget // num)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
