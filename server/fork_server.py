@@ -37,14 +37,8 @@ _KINDS: dict[int, str] = {  # of causes, for clients
     ExitCode.DEVICE: "its device cannot be used",
 }
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_PRELOADED = (
-    "uvloop",
-    "server.process",
-    "gpu.loading",
-    "gpu.parallel.runner",
-    "gpu.cpu_kernels.operators",
-    "gpu.cpu_kernels.sampling",
-)
+_PRELOADED = ("uvloop", "server.process", "gpu.loading", "gpu.parallel.runner")
+_KERNELS = ("gpu.cpu_kernels.operators", "gpu.cpu_kernels.sampling")
 
 
 def preload(names: Sequence[str]) -> None:
@@ -56,7 +50,7 @@ def preload(names: Sequence[str]) -> None:
 
 def main(line: socket.socket) -> None:
     """Take orders until the line is closed."""
-    preload(_PRELOADED)
+    preload(_PRELOADED + _KERNELS)
     share_code_pages()
     gc.collect()
     gc.freeze()  # pages stay shared
