@@ -43,7 +43,7 @@ ANNOTATIONS = frozenset(
     re.findall(
         r"\S+",
         "$schema $id $anchor $comment $defs definitions title description default examples deprecated readOnly"
-        " writeOnly contentMediaType contentEncoding discriminator example externalDocs xml",
+        " writeOnly contentMediaType contentEncoding contentSchema discriminator example externalDocs xml",
     )
 )
 _TOLD = ANNOTATIONS - {"$schema", "$id", "$anchor", "$defs", "definitions"}  # to readers alone
@@ -51,8 +51,8 @@ ENFORCED = frozenset(
     re.findall(
         r"\S+",
         "type enum const anyOf oneOf allOf $ref items prefixItems minItems maxItems properties additionalProperties"
-        " patternProperties required minProperties maxProperties minLength maxLength pattern format minimum maximum"
-        " exclusiveMinimum exclusiveMaximum multipleOf nullable",
+        " patternProperties propertyNames required minProperties maxProperties minLength maxLength pattern format"
+        " minimum maximum exclusiveMinimum exclusiveMaximum multipleOf nullable",
     )
 )
 MAX_REPEATED = 20_000  # characters of a regular expression, counts multiplied
@@ -107,12 +107,15 @@ FORMATS: Mapping[str, str] = {
         "time": _TIME,
         "uri": _URI,
         "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+        **{f"uuid{n}": f"{_HEX}{{8}}-{_HEX}{{4}}-{n}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}" for n in range(1, 9)},
     }.items()
 }
+ANY_TEXT = frozenset({"binary", "password", "path"})  # OpenAPI's and pydantic's formats that say nothing of a text
+_TYPE_OF = {str: "string", int: "number", bool: "boolean", type(None): "null"}
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties")
+_SCHEMAS = ("items", "additionalProperties", "propertyNames")
 
 
 class GrammarKind(StrEnum):
@@ -216,7 +219,9 @@ def json_schema(schema: object, param: str, allowance: Allowance | None = None) 
             for pattern in value:
                 _check_repeats(pattern, f"{path}.patternProperties", param)
     check_answerable(schema, param, allowance)
-    source = msgspec.json.encode(_as_held(schema, param, allowance)).decode()  # json's holds the GIL ten times as long
+    source = msgspec.json.encode(
+        _as_held(schema, param, allowance, schema)
+    ).decode()  # json's holds the GIL ten times as long
     return bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
@@ -558,7 +563,7 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
         is_fit, what = _VALUES[keyword]
         if not is_fit(schema[keyword]):
             raise InvalidRequest(f"{path}.{keyword} must be {what}.", param)
-    if "format" in schema and not (_is_of_numbers(schema) or str(schema["format"]) in FORMATS):
+    if "format" in schema and not (_is_of_numbers(schema) or str(schema["format"]) in FORMATS.keys() | ANY_TEXT):
         raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
     least, most = (schema.get(name, ()) for name in ("exclusiveMinimum", "exclusiveMaximum"))
     low, high = schema.get("minimum", least), schema.get("maximum", most)
@@ -632,13 +637,13 @@ def keywords_of(schema: Any, path: str, depth: int = 0, param: str = "") -> Iter
             yield from keywords_of(value, at, depth + 1, param)
 
 
-def _as_held(schema: Any, param: str, allowance: Allowance) -> Any:
+def _as_held(schema: Any, param: str, allowance: Allowance, root: Mapping[str, Any]) -> Any:
     """The schema in the library's keywords: without annotations, each format as what it is held by.
 
     Annotations may be long, and answers that differ in nothing else share a grammar.
 
     Raises:
-        InvalidRequest: it is larger than there is room for.
+        InvalidRequest: it is larger than there is room for, or says of names what cannot be held.
     """
     if not isinstance(schema, dict):
         return schema
@@ -648,8 +653,10 @@ def _as_held(schema: Any, param: str, allowance: Allowance) -> Any:
     made.pop("uniqueItems", None)  # false
     if not _DRAFT.match(str(made.get("$schema", ""))):
         made.pop("$schema", None)
-    if _is_of_numbers(made):
+    if _is_of_numbers(made) or made.get("format") in ANY_TEXT:
         made.pop("format", None)
+    if "propertyNames" in made:
+        made |= _named(made, made.pop("propertyNames"), param, root)
     if "$ref" in made:
         made["$ref"] = quote(unquote(made["$ref"]), safe="#/$~")
     if "pattern" in made:
@@ -658,35 +665,100 @@ def _as_held(schema: Any, param: str, allowance: Allowance) -> Any:
         made["patternProperties"] = {_as_read(name): one for name, one in made["patternProperties"].items()}
     for keyword, value in made.items():
         if keyword in _SCHEMAS_BY_NAME:
-            made[keyword] = {name: _as_held(one, param, allowance) for name, one in value.items()}
+            made[keyword] = {name: _as_held(one, param, allowance, root) for name, one in value.items()}
         elif keyword in _SCHEMA_LISTS:
-            made[keyword] = [_as_held(one, param, allowance) for one in value]
+            made[keyword] = [_as_held(one, param, allowance, root) for one in value]
         elif keyword in _SCHEMAS:
-            made[keyword] = _as_held(value, param, allowance)
-    if _are_apart(made.get("oneOf", ())) and "anyOf" not in made:
+            made[keyword] = _as_held(value, param, allowance, root)
+    if _are_apart(made.get("oneOf", ()), root) and "anyOf" not in made:
         made["anyOf"] = made.pop("oneOf")
     if "format" in made:
         pattern = FORMATS[made.pop("format")]
         if "pattern" in made:
-            made["allOf"] = [*made.get("allOf", ()), {"type": "string", "pattern": pattern}]
+            made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
         else:
             made["pattern"] = pattern
     if _counts_optional(made):
-        made = {"anyOf": list(_subsets(made, param, allowance))}
+        subsets = list(_subsets(made, param, allowance))
+        return {"anyOf": subsets} if subsets else False
     if made.pop("nullable", False) and isinstance(made.get("type"), str):
         made["type"] = [made["type"], "null"]
     return made
 
 
-def _are_apart(schemas: Sequence[Any]) -> bool:
-    """Whether each has constants, and none of them twice: at most one can hold."""
-    seen: list[str] = []
-    for one in schemas:
-        values = one.get("enum", [one["const"]] if "const" in one else []) if isinstance(one, dict) else []
-        if not values or any(isinstance(value, float | list | dict) for value in values):
+def _named(schema: Mapping[str, Any], given: Any, param: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What propertyNames says, in an object's other keywords.
+
+    Raises:
+        InvalidRequest: it is more than constants, a pattern or a format, or stands beside other keywords on names.
+    """
+    names, more = _referred(given, root), schema.get("additionalProperties", True)
+    said = [(key, one) for key, one in names.items() if key not in _TOLD] if isinstance(names, dict) else [("", names)]
+    said = [one for one in said if one not in (("", True), ("type", "string"))]
+    is_alone = not schema.keys() & {"properties", "patternProperties", "maxProperties"}
+    match said:
+        case []:
+            return {}
+        case [("enum" | "const" as keyword, value)] if is_alone and schema.get("minProperties", 0) < 2:
+            texts = value if keyword == "enum" else [value]
+            if len(texts) <= MAX_OPTIONAL and all(isinstance(one, str) for one in texts):
+                return {"properties": dict.fromkeys(texts, more), "additionalProperties": False}
+        case [("pattern" | "format" as keyword, value)] if is_alone and value not in ANY_TEXT:
+            return {
+                "patternProperties": {FORMATS[value] if keyword == "format" else value: more},
+                "additionalProperties": False,
+            }
+    found = keywords_of(root, param)
+    path = next(path for path, keyword, value in found if keyword == "propertyNames" and value is given)
+    message = f"{path}.propertyNames is held where it is an enum, a const, a pattern or a format, and no other keyword"
+    raise InvalidRequest(f"{message} says which or how many names there are.", param)
+
+
+def _referred(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a schema that only refers, refers to."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, dict) or "$ref" not in schema or {"type", "enum", "const"} & schema.keys():
+            break
+        schema = pointed(root, schema["$ref"])
+    return schema
+
+
+def _are_apart(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
+    """Whether at most one can hold: they differ in type, in constants, or in those of a property that they require."""
+    found = [_referred(one, root) for one in schemas]
+    first: Mapping[str, Any] = next((one for one in found if isinstance(one, dict) and "properties" in one), {})
+    names = [name for name in first.get("required", ()) if ("object", "") not in _kinds(first, name, root)]
+    return bool(found) and any(_differ([_kinds(one, name, root) for one in found]) for name in ("", *names[:8]))
+
+
+def _differ(kinds: Sequence[set[tuple[str, str]]]) -> bool:
+    taken = set[tuple[str, str]]()
+    for some in kinds:
+        others = {kind for kind, _ in taken}
+        if not some or some & taken or any((kind, "") in taken or (not text and kind in others) for kind, text in some):
             return False
-        seen += {json_text(value) for value in values}
-    return len(seen) == len(set(seen)) > 0
+        taken |= some
+    return True
+
+
+def _kinds(schema: Any, name: str, root: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(type, constant; "": any) of which its values are one; none: any may be.
+
+    Args:
+        name: of a property, whose constant stands for an object's.
+    """
+    if not isinstance(schema, dict) or schema.get("nullable"):
+        return set()
+    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        if any(isinstance(value, float | list | dict) for value in values):
+            return set()
+        return {(_TYPE_OF[type(value)], json_text(value)) for value in values}
+    types = schema.get("type", [])
+    kinds = {("number" if one == "integer" else one, "") for one in ([types] if isinstance(types, str) else types)}
+    if kinds == {("object", "")} and name in schema.get("required", ()):
+        inner = _kinds(_referred(schema.get("properties", {}).get(name), root), "", root)
+        kinds = {("object", text) for _, text in inner} if all(text for _, text in inner) else kinds
+    return kinds
 
 
 def _counts_optional(schema: Mapping[str, Any]) -> bool:

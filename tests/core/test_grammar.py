@@ -33,6 +33,7 @@ from tests.core.grammars import compiler, tokenizer
 from tests.core.random_schemas import SchemaMaker
 
 PARAM = "response_format"
+UUID4 = "0b0f3f6e-93a5-4a53-8b2c-3f6e93a5aa53"
 Validator = jsonschema.Draft202012Validator
 
 
@@ -125,6 +126,45 @@ def test_constants_that_differ_are_apart_and_items_may_be_equal() -> None:
     schema = {"type": "array", "items": {"oneOf": [{"const": 1}, {"enum": ["a", None]}]}, "minItems": 1, "maxItems": 3}
     grammar = compiler().compile(json_schema({**schema, "uniqueItems": False}, PARAM))
     check(sampled(grammar, random.Random(1)) or "", schema)
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+PETS = {
+    "cat": _object(id={"type": "integer"}, kind={"const": "cat"}),
+    "dog": _object(kind={"enum": ["dog", "pup"]}, b={}),
+}
+NUMBERS = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answers", "others"),
+    [
+        (  # as pydantic writes unions with a discriminator
+            {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "null"}], "$defs": PETS},
+            ['{"id":1,"kind":"cat"}', '{"kind":"pup","b":[]}', "null"],
+            ['{"id":1,"kind":"dog"}', '{"kind":"cat","b":1}'],
+        ),
+        ({**NUMBERS, "propertyNames": {"type": "string"}}, ['{"a":1}', "{}"], ['{"a":"b"}']),  # as zod writes them
+        ({**NUMBERS, "propertyNames": {"enum": ["a", "b"]}}, ['{"b":1}', "{}"], ['{"c":1}', '{"a":"b"}']),
+        (
+            {**NUMBERS, "propertyNames": {"$ref": "#/$defs/e"}, "$defs": {"e": {"type": "string", "const": "a"}}},
+            ['{"a":1}'],
+            ['{"c":1}'],
+        ),
+        ({**NUMBERS, "propertyNames": {"pattern": "^a"}}, ['{"ab":1}'], ['{"ba":1}', '{"a":"b"}']),
+        ({**NUMBERS, "propertyNames": {"format": "date"}}, ['{"2026-11-28":1}'], ['{"2026-11-31":1}']),
+        ({"type": ["string", "null"], "pattern": "b", "format": "email"}, ["null", '"b@c.d"'], ['"a@c.d"', '"b"']),
+        ({"type": "string", "format": "path"}, ['"/a"'], ["1"]),
+        ({"type": "string", "format": "uuid4"}, [f'"{UUID4}"'], [f'"{UUID4.replace("-4", "-1")}"']),
+        ({"type": "string", "contentMediaType": "application/json", "contentSchema": {}}, ['"[]"'], ["[]"]),
+    ],
+)
+def test_what_libraries_write_of_types_is_held(schema: dict[str, Any], answers: list[str], others: list[str]) -> None:
+    grammar = compiler().compile(json_schema(schema, PARAM))
+    assert [text for text in [*answers, *others] if taken(grammar, text)] == answers
 
 
 def test_what_openapi_adds_is_taken() -> None:
@@ -343,6 +383,16 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         (
             {"type": "array", "items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
             "response_format.items.oneOf cannot be held, as more than one of its schemas may fit. Use anyOf",
+        ),
+        (
+            {"items": {"oneOf": [_object(kind={"enum": ["a", "b"]}), _object(kind={"enum": ["b"]})]}},
+            "response_format.items.oneOf cannot be held",
+        ),
+        ({"oneOf": [{"pattern": "^[^a]*$", "format": "email"}, {"type": "array"}]}, "response_format.oneOf cannot be"),
+        ({"items": {"propertyNames": {"minLength": 3}}}, "response_format.items.propertyNames is held where it is an"),
+        (
+            {"properties": {"a": {}}, "propertyNames": {"enum": ["a"]}, "type": "object"},
+            "response_format.propertyNames is held where",
         ),
         (_counted(_counted(_counted({"type": "integer"}))), "is larger than 512 KiB, written out"),
         ({"enum": ["x" * MAX_SOURCE_BYTES]}, "is larger than 512 KiB"),

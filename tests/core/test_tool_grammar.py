@@ -277,6 +277,14 @@ LITERAL = ("pythonic", "gemma")
         ),
         ("pythonic", {"anyOf": [{"$ref": "#/$defs/x0"}]}, " has the keyword 'anyOf'. It has more than 128"),
         ("gemma", {"type": "array", "items": False, "minItems": 0}, ".items has the keyword 'false'"),
+        (
+            "pythonic",  # no object has two properties of one
+            {
+                "type": "array",
+                "items": {"type": "object", "properties": {"b": {}}, "additionalProperties": False, "minProperties": 2},
+            },
+            ".items has the keyword 'false'",
+        ),
         ("gemma", {"enum": [{"a": 1}], "properties": {"a": {"minimum": 2}}}, " has the keyword 'properties'"),
         ("xml", {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}, " has the keyword 'anyOf'"),
         ("xml", {"const": "x\n</parameter>"}, f" has the keyword 'const'. It has '</parameter>', {END}"),
