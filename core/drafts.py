@@ -335,6 +335,7 @@ class Drafts:
             self.computed[last.drafter] += num_drafts
             self.accepted[last.drafter] += num_right
             num_all_right += num_right
+            sequence.num_spared_steps += num_right
             if last.drafter == "prediction":
                 sequence.num_predicted_tokens += num_right
                 sequence.num_mispredicted_tokens += num_drafts - num_right

@@ -3,7 +3,7 @@
 A Course is what is recorded of a request while it runs: counts and times, no text and no token ids. `explain` runs the
 courses of a minute on the real scheduler; a step takes what the step-cost model predicted at that time, times how much
 longer steps took then (Pace). Where that run differs from what was measured by more than MOST_OFF, there is no verdict.
-Drafts, grammars' forced tokens, copies to the host and the loop's work are not simulated. Any thread; pure.
+Drafts count as text that a grammar forces. Copies to the host and the loop's work are not simulated. Any thread; pure.
 """
 
 import enum
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -79,6 +79,7 @@ class Course:
         num_tokens: of all its sequences, so far.
         first_token_s: of the owner's first; None: none yet.
         ended_s: infinite: it goes on.
+        step_tokens: that a step has brought a sequence, on average: more than one by drafts and forced text.
     """
 
     owner: str
@@ -95,6 +96,7 @@ class Course:
     num_tokens: int = 0
     first_token_s: float | None = None
     ended_s: float = math.inf
+    step_tokens: float = 1.0
     stalls: list[Stall] = field(default_factory=list)
 
     @classmethod
@@ -266,7 +268,7 @@ def explain(
     if abs(was.end_s - engine_s) > max(LEAST_OFF_S, MOST_OFF * engine_s):
         verdict = (
             f"No verdict: it took {_shown(time_s)}, and {_shown(simulated_s)} by simulation. Something that is not "
-            "simulated has made the difference: drafts, a grammar, copies of blocks, the event loop."
+            "simulated has made the difference: copies of blocks, or the event loop."
         )
         return msgspec.structs.replace(found, verdict=verdict)
     causes = sorted(_costs(minute, was, time_s, outside), key=lambda one: (-one.counts, -one.cost_ms))
@@ -328,18 +330,14 @@ def _verdict(time_s: float, causes: Sequence[CauseCost], own: Sequence[Course], 
             f"None of the causes has cost it a tenth of its {whole}: its own {num_prompt:,} prompt tokens and "
             f"{num_own:,} tokens take so long {company}."
         )
-    parts = [_part(one) for one in counting]
-    return f"Of its {whole}, {'; and '.join(parts)}."
+    return f"Of its {whole}, {'; and '.join(map(_part, counting))}."
 
 
 def _part(cost: CauseCost) -> str:
     told = f"{_shown(cost.cost_ms / 1e3)} went to {_WHAT[cost.cause]}"
     first_ms = cost.first_token_cost_ms
-    return (
-        told
-        if first_ms < SHARE * cost.cost_ms or not first_ms
-        else f"{told}, {_shown(first_ms / 1e3)} of it before its first token"
-    )
+    is_part = first_ms and first_ms >= SHARE * cost.cost_ms
+    return f"{told}, {_shown(first_ms / 1e3)} of it before its first token" if is_part else told
 
 
 def _ms(seconds: float) -> float:
@@ -380,7 +378,7 @@ class _Minute:
     ) -> None:
         self.courses = [_since(one, from_s, now_s) for one in courses]
         self._own = [one.request_id for one in own]
-        self._start_s, self._from_s = own[0].submitted_s - from_s, from_s
+        self._start_s, self._from_s = own[0].submitted_s, from_s
         self._machine, self._on_step = machine, on_step
         self._known = {one.request_id: _num_known(one, earlier) for one in own}
         self._stalled_by = {stall.cause for one in own for stall in one.stalls}
@@ -426,24 +424,16 @@ class _Minute:
             self._requests(),
             stalls,
             self._cancels(),
-            partial(
-                _ReplayScheduler,
-                free=free,
-                preempts=preempts,
-                pace_at=lambda at_s: machine.pace_at(self._from_s + at_s),
-            ),
+            partial(_ReplayScheduler, free=free, preempts=preempts, pace_at=machine.pace_at),
             self._on_step,
             partial(machine.end_s, is_held_up=Cause.SLOW_STEPS not in without),
             self._from_s,
         )
         traces = [simulation.traces[name] for name in self._own]
-        for _ in range(MOST_STEPS):
-            if all(trace.end_s is not None for trace in traces):
-                break
-            if not simulation.advance():
+        steps = iter(range(MOST_STEPS))
+        while any(trace.end_s is None for trace in traces):
+            if next(steps, None) is None or not simulation.advance():
                 raise _TooLong
-        else:
-            raise _TooLong
         ends = [trace.end_s or 0.0 for trace in traces]
         late_s = max(_stalled_at_end_s(one, stalls[one.request_id]) for one in self.courses if one.request_id in own)
         firsts = [trace.first_token_s for trace in traces if trace.first_token_s is not None]
@@ -457,7 +447,7 @@ class _Minute:
         return replace(
             limits,
             num_blocks=limits.num_blocks if preempts else num_each * len(self.courses),
-            vocab_size=_VOCABULARY,
+            vocab_size=32,  # of masks that nobody looks at
             num_host_blocks=0,
             max_drafts=0,
             num_kept_states=None,
@@ -476,19 +466,19 @@ class _Minute:
                 ids += [numbers[digest]] * PREFIX_TOKENS
             ids = ids[: one.num_prompt_tokens]
             ids += [next(fresh)] * (one.num_prompt_tokens - len(ids))
-            deadline_s = None if one.deadline_s is None else one.deadline_s - self._from_s
             num_each = -(-one.num_tokens // one.num_sequences)
             requests.append(
                 Request(
                     request_id=one.request_id,
                     prompt_ids=tuple(ids),
                     sampling=SamplingParams(max_tokens=max(1, num_each), ignore_eos=True),
-                    arrival_s=one.submitted_s - self._from_s,
+                    arrival_s=one.submitted_s,
                     num_sequences=one.num_sequences,
                     tenant=one.tenant,
                     share=one.share,
                     priority=one.priority,
-                    deadline_s=deadline_s,
+                    deadline_s=one.deadline_s,
+                    grammar=cast(Any, _Forces(one.step_tokens)) if one.step_tokens > 1 else None,
                 )
             )
         return requests
@@ -496,7 +486,7 @@ class _Minute:
     def _cancels(self) -> list[tuple[float, Message]]:
         """Of the requests that ended without a token."""
         ended = [one for one in self.courses if one.ended_s < math.inf and not one.num_tokens]
-        return [(one.ended_s - self._from_s, Cancel(one.request_id, FinishReason.CANCELLED)) for one in ended]
+        return [(one.ended_s, Cancel(one.request_id, FinishReason.CANCELLED)) for one in ended]
 
 
 def _had_token(course: Course, at_s: float) -> bool:
@@ -537,13 +527,38 @@ def _stalled_at_end_s(course: Course, stalls: Iterable[Stall]) -> float:
     return max((stall.took_s for stall in stalls if stall.num_tokens >= course.num_tokens), default=0.0)
 
 
+class _Forces:
+    """In a grammar's place, and in its state's: so many tokens come in a step, of which the first is sampled."""
+
+    is_free = has_ended = False
+    fault = None
+
+    def __init__(self, step_tokens: float) -> None:
+        self._step_tokens = step_tokens
+        self.num_accepted = self._num_steps = self._num_due = 0
+
+    def start(self) -> "_Forces":
+        return _Forces(self._step_tokens)
+
+    def accept(self, token_id: int) -> None:
+        self.num_accepted += 1
+
+    def fill_mask(self, mask: Int32Array) -> None:
+        pass
+
+    def forced(self) -> list[int]:
+        if self.num_accepted > self._num_due:  # by a sampled one
+            self._num_steps += 1
+            self._num_due = max(self.num_accepted, round(self._num_steps * self._step_tokens))
+        return [0] * (self._num_due - self.num_accepted)
+
+
 class _ReplayScheduler(Scheduler):
     """The scheduler, which predicts steps as it did then, of requests that need not compute all of their prompts.
 
     Args:
         free: by request, leading tokens of its prompt that cost nothing.
         preempts: False: nobody gives way; there are blocks for all.
-        pace_at: of the simulation's time.
     """
 
     def __init__(
@@ -622,31 +637,26 @@ class _Replay(Simulation):
         end_s: Callable[[StepWork, float], float],
         from_s: float,
     ) -> None:
-        def since(work: StepWork, at_s: float) -> float:
-            return end_s(work, from_s + at_s) - from_s
-
         super().__init__(
             limits,
             CostModel(),
             requests,
             on_step=on_step,
-            runner=lambda limits, _, clock: _TimedRunner(limits, since, clock),
+            runner=lambda limits, _, clock: _TimedRunner(limits, end_s, clock),
             inter_token_target=machine.inter_token_target,
             messages=messages,
             scheduler=scheduler,
         )
+        self.clock.now = from_s
         self._stalls = {name: sorted(found, key=itemgetter(1)) for name, found in stalls.items() if found}
 
     def _take(self, delivery: StepDelivery) -> None:
         super()._take(delivery)
-        if self._stalls:
-            for name in self._stalls.keys() & delivery.request_ids:
-                self._pause(name, sum(map(len, self.traces[name].token_ids.values())))
-
-    def _pause(self, name: str, num_tokens: int) -> None:
-        stalls, took_s = self._stalls[name], 0.0
-        while stalls and stalls[0].num_tokens <= num_tokens:
-            took_s = max(took_s, stalls.pop(0).took_s)  # pauses at one place overlap
-        if took_s:
-            self._inbox.append(Pause(name))
-            insort(self._messages, (self.clock.now + took_s, Resume(name)), key=itemgetter(0))
+        for name in self._stalls.keys() & delivery.request_ids:
+            stalls, took_s = self._stalls[name], 0.0
+            num_tokens = sum(map(len, self.traces[name].token_ids.values()))
+            while stalls and stalls[0].num_tokens <= num_tokens:
+                took_s = max(took_s, stalls.pop(0).took_s)  # pauses at one place overlap
+            if took_s:
+                self._inbox.append(Pause(name))
+                insort(self._messages, (self.clock.now + took_s, Resume(name)), key=itemgetter(0))

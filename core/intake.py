@@ -209,4 +209,5 @@ class Intake:
             sequence.token_ids.append(forced[0])
             self._take_notable_token(sequence, forced[0], None)
             self.counts.num_forced_tokens += 1
+            sequence.num_spared_steps += 1
             num_taken += 1

@@ -130,7 +130,7 @@ class Sequence:
         prepaid_token_s: what its tenant was charged at admission for each token to compute ...
         prepaid_s: ... how much of that is unused ...
         prepaid_end: ... and up to which position it was charged.
-        device_s, kv_block_s: what it has taken, as in Cost.
+        device_s, kv_block_s, num_spared_steps: as in Cost.
         grammar: that its own tokens follow.
         search: that decides its next token; None: the sampler does.
         repetition: penalises its next token by those before; None: nothing does that the runner does not itself.
@@ -177,6 +177,7 @@ class Sequence:
     prepaid_end: int = 0
     device_s: float = 0.0
     kv_block_s: float = 0.0
+    num_spared_steps: int = 0
     grammar: "GrammarState | None" = None
     forced: deque[int] = field(default_factory=deque)
     search: "BeamSearch | None" = None
@@ -287,6 +288,7 @@ class SequenceGroup:
         return Cost(
             device_s=sum(sequence.device_s for sequence in self.sequences),
             kv_block_s=sum(sequence.kv_block_s for sequence in self.sequences),
+            num_spared_steps=sum(sequence.num_spared_steps for sequence in self.sequences),
         )
 
     def add(self, stop_ids: tuple[int, ...], max_length: int) -> Sequence:

@@ -292,10 +292,12 @@ class Cost(msgspec.Struct, frozen=True):
     Args:
         device_s: its part of the steps that it was in, by the step-cost model.
         kv_block_s: blocks it held, times the duration of the steps meanwhile; a shared one counts for each holder.
+        num_spared_steps: its tokens that came with an earlier one of their step: right drafts, and forced text.
     """
 
     device_s: float = 0.0
     kv_block_s: float = 0.0
+    num_spared_steps: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

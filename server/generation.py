@@ -609,8 +609,16 @@ class Generation:
             self._note_stall(cause, ended_s)
         first_s, pairs = self._timings.first_token_s, zip(self._courses.values(), self._handles, strict=False)
         return [
-            replace(one, num_tokens=handle.num_tokens, first_token_s=first_s, ended_s=ended_s, stalls=one.stalls[:])
+            replace(
+                one,
+                num_tokens=num_tokens,
+                first_token_s=first_s,
+                ended_s=ended_s,
+                step_tokens=num_tokens / max(1, num_tokens - handle.cost.num_spared_steps) if num_tokens else 1.0,
+                stalls=one.stalls[:],
+            )
             for one, handle in pairs
+            for num_tokens in (handle.num_tokens,)
         ]
 
     def _note_stall(self, cause: Cause, now_s: float) -> None:

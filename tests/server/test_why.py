@@ -35,6 +35,7 @@ LIMITS = RunnerLimits(
     vocab_size=TOKENIZER.vocab_size,
     timed_rows=timed_rows(lambda work: COST.fixed_s + COST.token_s * (work.prompt_tokens + work.own_tokens)),
 )  # fmt: skip
+DRAFTS = replace(LIMITS, max_drafts=32)
 FEW_BLOCKS = replace(LIMITS, num_blocks=48)
 ONE_SLOT = replace(LIMITS, max_sequences=1)
 
@@ -165,6 +166,21 @@ def long_new_prompt_in_company(server: SimulatedServer) -> str:
     return "r4"
 
 
+def answer_that_is_drafted(server: SimulatedServer) -> str:
+    for name in ("r1", "r2"):
+        server.ask(say(20, 300, seed=1))
+        spared = server.generations.ended[-1].step_tokens
+        assert (spared > 2) == (name == "r2"), "it repeats the first answer"
+    return "r2"
+
+
+def answer_that_is_forced_beside_prompts(server: SimulatedServer) -> None:
+    server.send(say(20, 900, guided_regex="[a-z](this text leaves no choice at all){25}"))
+    after(server, 200)
+    for first in range(100, 106):
+        server.send(say(700, 1, first))
+
+
 TENANTS = (
     keyed_tenant("low", tenant_class="batch"),
     keyed_tenant("high", tenant_class="interactive"),
@@ -184,6 +200,8 @@ INCIDENTS: dict[Callable[[SimulatedServer], str | None], tuple[Cause | None, Run
     evicted_cache: (Cause.COLD_CACHE, FEW_BLOCKS, ""),
     grammar_that_takes_long_to_compile: (Cause.GRAMMAR, LIMITS, ""),
     long_answer: (None, LIMITS, ""),
+    answer_that_is_drafted: (None, DRAFTS, ""),
+    answer_that_is_forced_beside_prompts: (Cause.NEIGHBOURS_PROMPTS, LIMITS, ""),
     long_new_prompt_in_company: (None, LIMITS, ""),
 }
 
