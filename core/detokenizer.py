@@ -137,12 +137,8 @@ class Detokenizer:
         """Of the tokens kept."""
         return 0 if self._thought is None else self._thought.num_tokens
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Take the sequence's next tokens; return the text that is safe to emit now. Empty once it is stopped."""
-        return "".join(map(self.push_token, token_ids))
-
     def push_token(self, token_id: int) -> str:
-        """push() of one token."""
+        """Take the sequence's next token; return the text that is safe to emit now. Empty once it is stopped."""
         if self.is_plain:
             try:
                 text = self.plain_texts[token_id]

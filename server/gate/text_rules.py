@@ -274,9 +274,6 @@ class ScreenedDetokenizer:
     def num_thought_tokens(self) -> int:
         return self._inner.num_thought_tokens
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(self.push_token, token_ids))
-
     def push_token(self, token_id: int) -> str:
         if self.is_stopped:
             return ""

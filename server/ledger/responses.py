@@ -7,9 +7,7 @@ its own alone. One is written with the row that its request has in the ledger, a
 import asyncio
 import logging
 import re
-import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -20,7 +18,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.api.decoding import page_behind, parse_object
 from server.api.replies import list_reply
 from server.ledger.ledger import Kept, Ledger, Place, unavailable
-from server.ledger.store import BUSY_MS, MICRO, ForgetResponse, KeepResponse, StoredResponse
+from server.ledger.store import MICRO, ForgetResponse, KeepResponse, StoredResponse, open_to_read
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -142,8 +140,7 @@ def _read(
 ) -> _Chain:
     found: list[StoredResponse] = []
     next_id: str | None = response_id
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_MS / 1000)) as database:
+    with open_to_read(path) as database:
         while next_id is not None and len(found) < most:
             kept = known.get((KeepResponse, tenant, next_id))
             if isinstance(kept, KeepResponse):

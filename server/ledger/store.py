@@ -297,6 +297,12 @@ def connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
 
 
+def open_to_read(path: Path) -> "contextlib.closing[sqlite3.Connection]":
+    """A connection of its own to a ledger that is there. Raises sqlite3.Error."""
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    return contextlib.closing(sqlite3.connect(uri, timeout=BUSY_MS / 1000, uri=True))
+
+
 def is_damaged(path: Path, error: BaseException) -> bool:
     """Whether opening or reading the path failed because it is not an intact database."""
     return primary_code(error) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or path.is_dir()

@@ -17,7 +17,7 @@ from msgspec import structs
 from core.errors import ErrorKind, ExitCode, InvalidRequest, ServiceError, StartupError
 from core.types import Usage
 from server.gate.identity import read_moment
-from server.ledger.store import APPLICATION_ID, BUSY_MS, MICRO, SCHEMA_VERSION, Grouping, is_damaged
+from server.ledger.store import APPLICATION_ID, MICRO, SCHEMA_VERSION, Grouping, is_damaged, open_to_read
 from server.values import BadValueError, did_you_mean
 from server.wire import sse
 
@@ -164,16 +164,13 @@ def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:
     if not path.is_file():
         raise StartupError(f"there is no ledger {path}", fix, ExitCode.USAGE)
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=BUSY_MS / 1000, uri=True)
-        try:
+        with open_to_read(path) as connection:
             found = tuple(
                 connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
             )
             if found != (APPLICATION_ID, SCHEMA_VERSION):
                 raise StartupError(f"{path} is not a ledger of this version", fix, ExitCode.USAGE)
             return connection.execute(sql, parameters).fetchall()
-        finally:
-            connection.close()
     except sqlite3.Error as error:
         if is_damaged(path, error):
             fix = "--ledger FILE, the one that the server has; or a backup (docs/ledger.md, The way back)"

@@ -1,6 +1,7 @@
 """The text of a sequence: whole characters, held-back stop strings, the same however its tokens are grouped."""
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -25,9 +26,13 @@ def reference(data: bytes, stop: tuple[str, ...], num_free: int = 0) -> str:
     return text
 
 
+def push(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
+    return "".join(map(detokenizer.push_token, token_ids))
+
+
 def run(table: TokenTable, groups: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, Detokenizer]:
     detokenizer = Detokenizer(table, stop)
-    text = "".join([detokenizer.push(group) for group in groups])
+    text = "".join([push(detokenizer, group) for group in groups])
     return text + detokenizer.finish(), detokenizer
 
 
@@ -42,7 +47,7 @@ def test_character_split_at_every_byte_comes_whole(text: str) -> None:
     for at in range(len(data) + 1):
         table = TokenTable([data[:at], data[at:]])
         detokenizer = Detokenizer(table)
-        first, second = detokenizer.push([0]), detokenizer.push([1])
+        first, second = push(detokenizer, [0]), push(detokenizer, [1])
         assert first == data[:at].decode("utf-8", errors="ignore")
         assert first + second + detokenizer.finish() == text
 
@@ -72,7 +77,7 @@ def test_emitted_text_is_never_taken_back(text: str, stop: tuple[str, ...]) -> N
     detokenizer = Detokenizer(BYTES, stop)
     emitted = ""
     for value in text.encode():
-        emitted += detokenizer.push([value])
+        emitted += push(detokenizer, [value])
         assert reference(text.encode(), stop).startswith(emitted)
 
 
@@ -95,7 +100,7 @@ def test_plain_texts_are_what_the_next_token_says(text: str, stop: tuple[str, ..
         plain = read.plain_texts[token_id] if read.is_plain else None
         if plain is not None:
             read.num_tokens_kept += 1
-        assert pushed.push([token_id]) == (read.push([token_id]) if plain is None else plain)
+        assert push(pushed, [token_id]) == (push(read, [token_id]) if plain is None else plain)
         assert (read.is_stopped, read.num_tokens_kept) == (pushed.is_stopped, pushed.num_tokens_kept)
     assert read.finish() == pushed.finish()
 
@@ -109,7 +114,7 @@ def test_stop_strings_that_the_first_tokens_complete_do_not_stop(
     expected = reference(data, stop, min(min_tokens, len(data)))
     for groups in ([[token] for token in data], cut(data, set(itertools.accumulate(sizes)))):
         detokenizer = Detokenizer(BYTES, stop, min_tokens=min_tokens)
-        emitted = "".join([detokenizer.push(list(group)) for group in groups]) + detokenizer.finish()
+        emitted = "".join([push(detokenizer, list(group)) for group in groups]) + detokenizer.finish()
         assert emitted == expected
         completing = [
             n for n in range(min_tokens + 1, len(data) + 1) if any(data[:n].endswith(s.encode()) for s in stop)
@@ -122,25 +127,25 @@ def test_tokens_that_cannot_begin_a_stop_string_are_plain_beside_one() -> None:
     detokenizer = Detokenizer(BYTES, ("END",))
     assert detokenizer.is_plain
     assert [detokenizer.plain_texts[value] for value in b"aE"] == ["a", None]
-    detokenizer.push(list(b"E"))
+    push(detokenizer, list(b"E"))
     assert not detokenizer.is_plain  # it is held
-    detokenizer.push(list(b"x"))
+    push(detokenizer, list(b"x"))
     assert detokenizer.is_plain
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(BYTES, ("END",))
-    assert detokenizer.push(list(b"the E")) == "the "
-    assert detokenizer.push(list(b"N")) == ""
-    assert detokenizer.push(list(b"E")) == "EN"
+    assert push(detokenizer, list(b"the E")) == "the "
+    assert push(detokenizer, list(b"N")) == ""
+    assert push(detokenizer, list(b"E")) == "EN"
     assert detokenizer.finish() == "E"
     assert not detokenizer.is_stopped
 
 
 def test_nothing_follows_a_stop_string() -> None:
     detokenizer = Detokenizer(BYTES, ("\n\n",))
-    assert detokenizer.push(list(b"one\n\ntwo")) == "one"
-    assert detokenizer.push(list(b"three")) == ""
+    assert push(detokenizer, list(b"one\n\ntwo")) == "one"
+    assert push(detokenizer, list(b"three")) == ""
     assert detokenizer.finish() == ""
     assert (detokenizer.is_stopped, detokenizer.num_tokens_kept) == (True, 5)
 
@@ -148,8 +153,8 @@ def test_nothing_follows_a_stop_string() -> None:
 def test_long_stop_string_is_matched_across_many_tokens() -> None:
     stop = "a" * 3000 + "b"
     detokenizer = Detokenizer(BYTES, (stop,))
-    assert detokenizer.push(list(b"x" + b"a" * 3001)) == "xa"
-    assert detokenizer.push(list(b"b!")) == ""
+    assert push(detokenizer, list(b"x" + b"a" * 3001)) == "xa"
+    assert push(detokenizer, list(b"b!")) == ""
     assert detokenizer.num_tokens_kept == 3003
 
 
@@ -162,12 +167,12 @@ def test_leading_space_of_the_tokenizer_is_stripped_from_a_text_of_its_own() -> 
 
 
 def test_leading_space_stays_where_the_tokens_continue_a_text() -> None:
-    assert Detokenizer(SPACED, continues_text=True).push(list(b" a time")) == " a time"
+    assert push(Detokenizer(SPACED, continues_text=True), list(b" a time")) == " a time"
 
 
 def test_ids_beyond_the_vocabulary_say_nothing() -> None:
     detokenizer = Detokenizer(BYTES)
-    assert detokenizer.push([999]) == ""
-    assert detokenizer.push([0xC3, 999, 0xA9]) == "é"
+    assert push(detokenizer, [999]) == ""
+    assert push(detokenizer, [0xC3, 999, 0xA9]) == "é"
     assert detokenizer.num_tokens_kept == 4
     assert BYTES.decode([104, 999, 105]) == "hi"

@@ -103,7 +103,8 @@ class LifeChecks:
         num_kept = 0
         for index in range(request.num_sequences):
             detokenizer = Detokenizer(TOKENIZER.table, request.sampling.stop, continues_text=True)
-            text = detokenizer.push(tokens.get((request.request_id, index), [])) + detokenizer.finish()
+            ids = tokens.get((request.request_id, index), [])
+            text = "".join(map(detokenizer.push_token, ids)) + detokenizer.finish()
             assert call.answer.text(index) == text
             num_kept += detokenizer.num_tokens_kept
             reason = call.answer.finish_reason(index)
