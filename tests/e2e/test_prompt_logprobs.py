@@ -67,8 +67,12 @@ def test_what_it_says_is_as_likely_when_it_is_read(client: openai.OpenAI) -> Non
     said = score(client, QUESTION, max_tokens=30)
     read = score(client, said.choices[0].text)
     assert len(said.choices[0].text) > len(QUESTION) + 60
-    assert logprobs_of(read).tokens == logprobs_of(said).tokens
-    assert logprobs_of(read) == logprobs_of(said)
+    of_said, of_read = logprobs_of(said), logprobs_of(read)
+    assert (of_read.tokens, of_read.text_offset) == (of_said.tokens, of_said.text_offset)
+    # A prompt's tiles round otherwise than tokens one by one, which shows in float32
+    assert of_read.token_logprobs[1:] == pytest.approx(of_said.token_logprobs[1:], abs=1e-4)
+    for of_token, of_same in zip(of_read.top_logprobs[1:], of_said.top_logprobs[1:], strict=True):
+        assert of_token == pytest.approx(of_same, abs=1e-3)
 
 
 def test_harnesses_leave_the_drawn_token_out(client: openai.OpenAI, demo: ServerProcess) -> None:
