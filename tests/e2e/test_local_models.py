@@ -20,7 +20,10 @@ from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import RawAnswer, ask, post_bytes
 from tests.e2e.server_process import ServerProcess, ready_server
 
-SMALL = 'settings = { max_model_len = 256, max_sequences = 4, max_batch_tokens = 64, kv_memory = "8MiB" }'
+SMALL = (
+    'settings = { dtype = "bfloat16", max_model_len = 256, max_sequences = 4, max_batch_tokens = 64,'
+    ' kv_memory = "8MiB" }'
+)
 QUESTION = [{"role": "user", "content": "What is a KV cache, and what is it good for? " * 2}]
 BOUND = "30MiB"  # for one of them
 
