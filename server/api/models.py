@@ -49,6 +49,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return self.alias_of or self.id
 
+    @property
+    def generates(self) -> bool:
+        """As far as is known: routers ask a model that does not for embeddings alone."""
+        return not self.tasks or "generate" in self.tasks
+
 
 def adapter_card(
     base: ServedModel, name: str, root: str, adapter: Adapter | None = None, created_s: int | None = None
@@ -117,7 +122,7 @@ def model_info_reply(card: ServerCard) -> bytes:
             "model_path": name,
             "tokenizer_path": name,
             "served_model_name": name,
-            "is_generation": "generate" in card.model.tasks,
+            "is_generation": card.model.generates,
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": card.model_type,
@@ -139,7 +144,7 @@ def server_info_reply(card: ServerCard) -> bytes:
             "model_path": name,
             "served_model_name": name,
             "version": card.version,
-            "is_embedding": "generate" not in card.model.tasks,
+            "is_embedding": not card.model.generates,
             "context_length": card.model.max_model_len,
             "max_model_len": card.model.max_model_len,
             "max_num_reqs": card.max_sequences,
