@@ -43,6 +43,7 @@ PROBE_BYTES = 64 * 1024
 NUM_FAILURES, NUM_SUCCESSES = 3, 2
 MAX_CAUSES = 8  # that are told of one that is out: one that hangs has two in turn
 TELL_EVERY_S = 10.0  # that no upstream takes requests
+HUNG_S = 10.0  # of one of our own: its loop waits for nothing
 SLOW_START_S = 10.0
 LEAST_WEIGHT = 0.1  # of an upstream's own, when it has just come in
 NUM_BAD_OUTCOMES = 5
@@ -366,6 +367,11 @@ class Pool:
 
     # Health.
 
+    @property
+    def _hung_s(self) -> float:
+        """Of nothing from an upstream whose health is not answered either."""
+        return min(HUNG_S, self.settings.silence_s) if self.settings.trusted else self.settings.silence_s
+
     def start(self) -> None:
         """Ask for the health of those that are not asked yet."""
         self._watches = watches = {} if self._watches is None else self._watches
@@ -409,7 +415,7 @@ class Pool:
                 if why_out is None and not upstream.is_healthy and self.settings.trusted:
                     await self._read_size(upstream)
                 upstream.note_probe(why_out, self._loop.time())
-                upstream.close_idle(self._loop.time(), self.settings.silence_s)
+                upstream.close_idle(self._loop.time(), self._hung_s)
                 self._grant()
                 await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
         finally:
