@@ -203,10 +203,6 @@ class Listener:
         return len(self._connections)
 
     @property
-    def num_refused(self) -> int:
-        return self.refusals.counts.total()
-
-    @property
     def num_handlers(self) -> int:
         """Running handlers; some may outlive their connections."""
         return len(self._tasks)

@@ -80,7 +80,7 @@ async def test_answers_on_the_port_it_reports() -> None:
     writer.write(GET)
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
     assert await reader.readexactly(5) == b"hello"
-    assert (listener.num_accepted, listener.num_open, listener.num_refused) == (1, 1, 0)
+    assert (listener.num_accepted, listener.num_open, listener.refusals.counts.total()) == (1, 1, 0)
     await listener.drain(5)
     assert await reader.read() == b""
     assert listener.num_open == 0
@@ -95,7 +95,7 @@ async def test_connections_over_the_cap_are_closed_and_counted() -> None:
     over_reader, over_writer = await connect(listener)
     with contextlib.suppress(ConnectionResetError):
         assert await over_reader.read() == b""
-    assert (listener.num_accepted, listener.num_open, listener.num_refused) == (2, 1, 1)
+    assert (listener.num_accepted, listener.num_open, listener.refusals.counts.total()) == (2, 1, 1)
     await listener.drain(5)
     await close(writer)
     over_writer.close()
