@@ -460,6 +460,8 @@ def declared(shape: type, path: str) -> list[Any]:
 def _values_of(node: Any) -> tuple[Any, ...]:
     if isinstance(node, inspect.LiteralType):
         return node.values
+    if isinstance(node, inspect.BoolType):
+        return "true", "false"
     return tuple(one.value for one in node.cls) if isinstance(node, inspect.EnumType) else ()
 
 

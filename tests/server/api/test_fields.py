@@ -172,7 +172,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> Non
     [
         ({"context_policy": "all"}, "context_policy must be one of error, drop_oldest_turns, "),
         ({"context_policy": {"type": "all"}}, "context_policy.type must be one of error, drop_oldest_turns, "),
-        ({"early_stopping": "maybe"}, "early_stopping must be never, not 'maybe'."),
+        ({"early_stopping": "maybe"}, "early_stopping must be one of true, false, never, not 'maybe'."),
         ({"prediction": {"type": "x", "content": "a"}}, "prediction.type must be content, not 'x'."),
     ],
 )
