@@ -137,10 +137,10 @@ def kept_range(
 
 
 def _deviation(logits: Tensor) -> Tensor:
-    """The standard deviation of a row's logits that may be sampled: float64 [1, 1]."""
+    """The standard deviation of a row's logits that may be sampled, 0 if none may: float64 [1, 1]."""
     values = logits[logits > LEAST_ALLOWED].double()
-    mean = values.cumsum(0)[-1] / len(values)  # sums in order, so that they round alike in any company
-    return ((values - mean).square().cumsum(0)[-1] / len(values)).sqrt().view(1, 1)
+    mean = values.cumsum(0)[-1:] / len(values)  # sums in order, so that they round alike in any company
+    return ((values - mean).square().cumsum(0)[-1:] / len(values)).sqrt().sum().view(1, 1)
 
 
 def _weigh_from(logits: Tensor, top: Tensor, low: Tensor) -> Tensor:

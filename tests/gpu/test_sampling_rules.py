@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gpu.sampling_rules import (
     GOLDEN,
+    LEAST_ALLOWED,
     MIX_1,
     MIX_2,
     MOST_NOISE,
@@ -117,6 +118,18 @@ def test_rare_filters_keep_what_llama_servers_keep(
     low, high = kept_range(case.row, top_k_row, (filters[0], filters[1], filters[2]), rare)
     kept = ((case.row >= low) & (case.row <= high))[0].numpy()
     assert kept.tolist() == kept_by_llama(case, rare).tolist()
+
+
+@pytest.mark.parametrize(
+    "rare", [RareFilters(1.0, 1.0, None), RareFilters(-1.0, 0.5, None), RareFilters(-1.0, 1.0, 0.1)]
+)
+def test_a_row_of_which_nothing_may_be_sampled_breaks_no_step(rare: RareFilters) -> None:
+    """A grammar allows one token, which is a stop id before min_tokens."""
+    row = torch.full((1, 40), LEAST_ALLOWED * 10)
+    row[0, 7] = float("-inf")
+    top_k, *filters = FilterCase((0.0,) * 40, top_k=0).filters
+    low, high = kept_range(row, top_k, (filters[0], filters[1], filters[2]), rare)
+    assert ((row >= low) & (row <= high)).any()
 
 
 @pytest.mark.parametrize("probability", [0.2, 0.9])
