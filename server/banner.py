@@ -96,8 +96,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     relayed = [f"{name}: {num} upstream{'s' if num > 1 else ''}" if num else name for name, num in facts.relayed]
     return [
         f"steploop {__version__}",
-        *([] if facts.engine is None else _engine_lines(facts.engine)),
-        *([f"  drafts   {_drafts(facts)}"] if _has_drafts(facts) else []),
+        *([] if facts.engine is None else _engine_lines(facts.engine, facts.config)),
         *([f"  relayed  {', '.join(relayed)}"] if relayed else []),
         f"  auth     {_auth(facts)}",
         f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
@@ -112,22 +111,18 @@ def _page_lines(endpoints: Sequence[Endpoint]) -> list[str]:
     return [f"  page     {one}/dashboard" for one in reached[:1]]
 
 
-def drafts_of(config: ServerConfig, has_mtp: bool) -> str:
-    """What guesses the next tokens."""
+def drafts_of(config: ServerConfig, has_mtp: bool, can_verify: bool) -> str:
+    """What guesses the next tokens, or why nothing does."""
+    if config.speculation == "off":
+        return "none: --speculation off"
+    if not can_verify:
+        return "none: they are verified on a CPU, by one process"
     if config.draft is not None:
         return f"{DRAFTS}; else the model {config.draft}"
     return f"{DRAFTS}; else the model's own head (MTP)" if has_mtp else DRAFTS
 
 
-def _drafts(facts: BannerFacts) -> str:
-    return drafts_of(facts.config, facts.engine is not None and facts.engine.has_mtp)
-
-
-def _has_drafts(facts: BannerFacts) -> bool:
-    return facts.engine is not None and facts.engine.limits.max_drafts > 0 and facts.config.speculation == "auto"
-
-
-def _engine_lines(engine: "EngineFacts") -> list[str]:
+def _engine_lines(engine: "EngineFacts", config: ServerConfig) -> list[str]:
     limits = engine.limits
     model = f"{engine.model_name}, {format_count(engine.num_parameters)} parameters, {engine.dtype}"
     if engine.tasks != ("generate",):
@@ -140,11 +135,13 @@ def _engine_lines(engine: "EngineFacts") -> list[str]:
     kv = (
         f"{num_tokens:,} tokens = {num_full:.1f} x {limits.max_model_len:,} ({format_size(engine.kv_size_bytes)}){host}"
     )
+    drafts = drafts_of(config, engine.has_mtp, limits.max_drafts > 0)
     return [
         f"  model    {model}",
         f"  device   {engine.device}: {engine.device_reason}",
         *([f"  KV       {kv}"] if engine.kv_size_bytes else []),
         f"  context  {limits.max_model_len:,} tokens: {engine.context_origin}",
+        *([f"  drafts   {drafts}"] if "generate" in engine.tasks else []),
     ]
 
 

@@ -563,12 +563,10 @@ def _shown_drafts(config: ServerConfig, plan: "MemoryPlan", head_bytes: int, lef
     Args:
         left_out: layers that predict later tokens.
     """
-    if config.speculation == "off":
-        return "none: --speculation off"
-    if plan.device.device.type != "cpu" or config.tensor_parallel > 1:
-        return "none: they are verified on a CPU, by one process"
-    said = drafts_of(config, head_bytes > 0) + (f" ({format_size(head_bytes)})" if head_bytes else "")
-    return said + (f"; heads left out: {', '.join(left_out)}" if left_out else "")
+    can_verify = plan.device.device.type == "cpu" and config.tensor_parallel == 1
+    said = drafts_of(config, head_bytes > 0, can_verify) + (f" ({format_size(head_bytes)})" if head_bytes else "")
+    is_told = left_out and can_verify and config.speculation == "auto"
+    return said + (f"; heads left out: {', '.join(left_out)}" if is_told else "")
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
