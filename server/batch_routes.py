@@ -22,7 +22,7 @@ from server.batches.runner import Batches
 from server.batches.store import Batch, Credential, File, Purpose, new_file_id
 from server.gate.identity import Caller, Scope
 from server.observing.timing import Stage, answer_headers
-from server.values import DURATION_UNITS
+from server.values import seconds_of
 from server.wire import sse
 from server.wire.messages import ResponseHead
 
@@ -40,7 +40,6 @@ _BOUNDARY = re.compile(rb'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,70})"
 _FIELD = re.compile(rb'\bname="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 _ESCAPED = re.compile("%(00|0A|0D|22)", re.IGNORECASE)  # in names, by browsers and httpx
 _FILENAME = re.compile(rb'\bfilename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
-_WINDOW = re.compile(r"([1-9]\d{0,3})(min|h|d)")
 
 
 class Part(NamedTuple):
@@ -281,8 +280,7 @@ def _credential(caller: Caller) -> Credential:
 
 def window_s(text: str) -> int:
     """Raises InvalidRequest."""
-    found = _WINDOW.fullmatch(text)
-    seconds = 0 if found is None else int(found[1]) * int(DURATION_UNITS[found[2]])
+    seconds = int(seconds_of(text) or 0)
     if not 60 <= seconds <= MOST_EXPIRY_S:
         message = "completion_window must be a time from 1min to 30d, such as 24h."
         raise InvalidRequest(message, "completion_window")

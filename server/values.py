@@ -22,13 +22,14 @@ SIZE_UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 LEAST_SIMILARITY = 0.65  # of a path's name to a proposed one: of four letters, three are the same
 LEAST_BEGINNING = 4  # letters of a name that are enough to propose it
 LEAST_OF_FEW = 0.2  # of a word to one of a few choices: a typing error keeps some letters
 SHOWN_MODELS = 5
 GGUF_SUFFIX = ".gguf"
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*[A-Za-z]+)+|\d+(?:\.\d+)?")
 # As huggingface_hub's validate_repo_id has names, and git has revisions
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
 _OTLP_PATH = "/v1/traces"  # the OTLP specification's default
@@ -162,14 +163,20 @@ def size_between(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def seconds_of(text: str) -> float | None:
+    """Of "500ms", "10s", "5min" or "5m", "1h30m" or a plain number of seconds; None: it is none of these."""
+    parts = _QUANTITY.findall(text) if _DURATION.fullmatch(text.strip()) else [("", "?")]
+    if any(unit not in _DURATION_UNITS for _, unit in parts):
+        return None
+    return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+
+
 def duration_between(low_s: float, high_s: float) -> Callable[[str], float]:
-    """Seconds, written as "500ms", "10s", "5min", "1h" or a plain number of seconds."""
+    """Seconds, as seconds_of reads them."""
 
     def parse(text: str) -> float:
-        match = _QUANTITY.fullmatch(text.strip())
-        number, unit = match.groups() if match else ("", "?")
-        duration_s = float(number) * DURATION_UNITS[unit or "s"] if (unit or "s") in DURATION_UNITS else -1.0
-        if not low_s <= duration_s <= high_s:
+        duration_s = seconds_of(text)
+        if duration_s is None or not low_s <= duration_s <= high_s:
             low, high = format_duration(low_s), format_duration(high_s)
             raise BadValueError(f"a duration from {low} to {high}, such as 500ms, 10s or 5min")
         return duration_s

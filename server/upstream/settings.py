@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.errors import ExitCode, StartupError
-from server.values import DURATION_UNITS, BadValueError, duration_between, secret_value
+from server.values import BadValueError, duration_between, seconds_of, secret_value
 
 SAMPLE = '[[models]] with name = "llama-70b" and upstreams = [{ url = "http://gpu1:8000" }]'
 LOCAL_SAMPLE = '[[models]] with name = "qwen3-4b" and path = "/srv/qwen3-4b.gguf"'
@@ -28,8 +28,6 @@ FIELD_SAMPLES = {
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
 _PATH = re.compile(r"/[!-~]*")
-_DURATIONS = re.compile(r"-?(?:(?:\d+(?:\.\d+)?[a-z]+)+|\d+(?:\.\d+)?)")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([a-z]*)")
 _TIMES = 'a time such as "10m", 0 (end at once) or -1 (stay)'
 ELSEWHERE = (
     *("tokenizer", "protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted"),
@@ -164,12 +162,9 @@ def keep_alive_of(value: str | float) -> float:
     """Seconds, from "10m", "1h30m" or a number; infinite: any negative one, as Ollama has it. Raises ValueError."""
     if not isinstance(value, str):
         return value if value >= 0 else math.inf
-    text, units = value.strip(), DURATION_UNITS | {"m": 60.0, "": 1.0}
-    parts = _DURATION.findall(text) if _DURATIONS.fullmatch(text) else []
-    if parts and all(unit in units for _, unit in parts):
-        seconds = sum(float(number) * units[unit] for number, unit in parts)
-        return seconds if not text.startswith("-") else math.inf
-    raise ValueError(f"keep_alive is {value!r}, but must be {_TIMES}")
+    if (seconds := seconds_of(value.strip().removeprefix("-"))) is None:
+        raise ValueError(f"keep_alive is {value!r}, but must be {_TIMES}")
+    return math.inf if value.strip().startswith("-") else seconds
 
 
 def keep_alive_setting(value: str | float) -> float:

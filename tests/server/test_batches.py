@@ -249,7 +249,7 @@ def test_parameters_of_a_query_that_are_unknown_are_counted(served: SimulatedSer
 
 def test_a_window_that_is_none(served: SimulatedServer) -> None:
     file = served.ask(upload(jsonl(line("a")))).json["id"]
-    for window in ("24", "0h", "31d", "1m"):
+    for window in ("24", "0h", "31d", "1x"):
         assert served.ask(create(file, completion_window=window)).json["error"]["param"] == "completion_window"
 
 

@@ -34,14 +34,14 @@ any_factor = factor_or_none(1.05, 1000)
 READ: list[tuple[Callable[[str], float], dict[str, float]]] = [
     (any_size, {"0": 0, "8388608": 2**23, "512MiB": 2**29, "2 GiB": 2**31, " 1.5GiB ": 3 * 2**29, "2GB": 2 * 10**9}),
     (any_size, {"1KB": 1000, "10B": 10}),
-    (any_duration, {"10": 10.0, "500ms": 0.5, "1.5 s": 1.5, "2min": 120.0, "1h": 3600.0, "0": 0.0}),
+    (any_duration, {"10": 10.0, "500ms": 0.5, "1.5 s": 1.5, "2min": 120.0, "1h30m": 5400.0, "0": 0.0}),
     (any_factor, {"1.6": 1.6, " 2 ": 2.0, "0": 0.0, "0.0": 0.0, "1000": 1000.0}),
     (count_between(2, 4), {"2": 2, "4": 4}),
     (count_between(0, 10**6), {"32_768": 32_768, "32,768": 32_768}),
 ]
 REFUSED: list[tuple[Callable[[str], float], str, list[str]]] = [
     (any_size, "512MiB", ["", "GiB", "2g", "2 Gib", "2GiB!", "1,5GiB", "-1", "1e9", "0x10", "inf", "٣GiBx"]),
-    (any_duration, "500ms", ["", "s", "1m", "1 day", "-1s", "inf", "nan"]),
+    (any_duration, "500ms", ["", "s", "1h30", "1 day", "-1s", "inf", "nan"]),
     (
         any_factor,
         "from 1.05 to 1000, such as 1.6, or 0 for none",
