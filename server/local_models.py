@@ -20,6 +20,7 @@ import enum
 import logging
 import math
 import signal
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import Context
@@ -33,7 +34,7 @@ from core.errors import ErrorKind, ServiceError
 from server.config import ServerConfig
 from server.listening.sockets import Bind, UnixAddress
 from server.own_processes import DEVICES, News, Plan, Processes, Refusal, shown_end
-from server.upstream.connection import Connection
+from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import ConnectionLost, UpstreamFault
 from server.upstream.pool import PROBE_BYTES, Access, Pool, Slot, Upstream
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
@@ -91,8 +92,8 @@ class LocalModel:
     config: ServerConfig
     keep_alive_s: float
     stays: bool
-    pool: "LocalPool"
     path: Path
+    pool: "LocalPool" = field(init=False)
     state: ModelState = ModelState.ASLEEP
     stage: str = ""  # of its load
     plan: Plan | None = None
@@ -161,12 +162,12 @@ class LocalModel:
         return 0 if self.plan is None else self.plan.needed_bytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class LocalUpstream(Upstream):
     """The one upstream of a local model: a connection to it waits until its process is ready."""
 
-    models: "LocalModels | None" = None
-    model: LocalModel | None = None
+    models: "LocalModels"
+    model: LocalModel
 
     @property
     def place(self) -> str:
@@ -174,12 +175,10 @@ class LocalUpstream(Upstream):
 
     @property
     def is_up(self) -> bool:
-        return self.model is not None and self.model.is_awake
+        return self.model.is_awake
 
     async def connection(self) -> Connection:
         models, model = self.models, self.model
-        assert models is not None
-        assert model is not None
         await models.wait_awake(model, model.requests)
         try:
             return await Upstream.connection(self)
@@ -192,19 +191,20 @@ class LocalUpstream(Upstream):
 class LocalPool(Pool):
     """Of one local model. Its process tells when it is ready, and when it has ended."""
 
-    def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, settings: ModelSettings, loop: asyncio.AbstractEventLoop, models: "LocalModels", model: LocalModel
+    ) -> None:
+        self._models, self._model = models, model
         super().__init__(settings, loop, Access())
-        (plain,) = self.upstreams
-        upstream = LocalUpstream(plain.settings, plain.address, is_healthy=True, has_been_asked=True, why_out="")
-        self.upstreams = (upstream,)
         self.on_planned: Callable[[int], None] = lambda max_model_len: None
+
+    def _upstream(self, settings: UpstreamSettings, tls: ssl.SSLContext | None) -> LocalUpstream:
+        at, of, model = address_of(settings.url, tls, self._protocols), self._models, self._model
+        return LocalUpstream(settings, at, is_healthy=True, has_been_asked=True, why_out="", models=of, model=model)
 
     @property
     def process(self) -> ServerConfig:
         return self._model.config
-
-    def belong(self, models: "LocalModels", model: LocalModel) -> None:
-        self._models, self._model = models, model
 
     def start(self) -> None:
         pass
@@ -336,18 +336,15 @@ class LocalModels:
         there = structs.replace(
             settings, path=None, keep_alive=None, settings={}, upstreams=(at,), trusted=True, protocol="h2"
         )
-        pool = LocalPool(there, self._loop)
-        (upstream,) = pool.upstreams
-        assert isinstance(upstream, LocalUpstream)
         process = replace(process, binds=(Bind(UnixAddress(str(path))),))
-        model = LocalModel(settings, entry, process, keep_alive_s, keep_alive_s == math.inf, pool, path)
-        pool.belong(self, model)
-        upstream.models, upstream.model = self, model
+        model = LocalModel(settings, entry, process, keep_alive_s, keep_alive_s == math.inf, path)
+        model.pool = LocalPool(there, self._loop, self, model)
         self.models[settings.name] = model
         if before is not None:
             model.num_loads, model.num_failures = before.num_loads, before.num_failures
-            pool.num_retries = before.pool.num_retries
-            upstream.num_requests, upstream.num_failures = before.upstream.num_requests, before.upstream.num_failures
+            model.pool.num_retries = before.pool.num_retries
+            was, now = before.upstream, model.upstream
+            now.num_requests, now.num_failures = was.num_requests, was.num_failures
 
     def start(self) -> None:
         self._processes.start(self)

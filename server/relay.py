@@ -376,13 +376,9 @@ class RelayHandle:
         self.sequences = [RelayedSequence(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
         self._relay = relay
         self._call, self._passage, self._body = what.call, what.passage, what.body
-        context = relay.most_tokens
-        most, num, num_prompt_tokens = (
-            min(request.max_tokens, context),
-            request.num_sequences,
-            request.num_prompt_tokens,
-        )
-        bounds = Bounds(num, what.num_computed, most, context, what.num_prompts, num_prompt_tokens)
+        most, context = min(request.max_tokens, relay.most_tokens), relay.most_tokens
+        of_prompts = what.num_prompts, request.num_prompt_tokens
+        bounds = Bounds(request.num_sequences, what.num_computed, most, context, *of_prompts)
         self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, bounds, what.shown_fields)
         self._num_bytes = self._num_pieces = self._num_events = self._num_empty = 0  # of the answer
         self._most_events = most * what.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
