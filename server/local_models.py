@@ -410,9 +410,13 @@ class LocalModels:
 
     async def wait_ended(self, model: LocalModel) -> None:
         """Until its process has ended, or seems to go on."""
+        limit_s = 2 * END_S if model.state is ModelState.ENDING else TOLD_S
+        await self._wait_ends(limit_s, lambda: model.state in (ModelState.AWAKE, ModelState.ENDING))
+
+    async def _wait_ends(self, limit_s: float, goes_on: Callable[[], bool]) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(2 * END_S if model.state is ModelState.ENDING else TOLD_S):
-                while model.state in (ModelState.AWAKE, ModelState.ENDING):
+            async with asyncio.timeout(limit_s):
+                while goes_on():
                     self._ended.clear()
                     await self._ended.wait()
 
@@ -715,10 +719,6 @@ class LocalModels:
                     timer.cancel()
             if model.state in (ModelState.AWAKE, ModelState.LOADING):
                 self._end(model)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                while any(one.state is not ModelState.ASLEEP for one in self._all):
-                    self._ended.clear()
-                    await self._ended.wait()
+        await self._wait_ends(END_S, lambda: not all(one.is_asleep for one in self._all))
         self._turn_timer.cancel()
         await self._processes.close()
