@@ -356,7 +356,14 @@ def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
     device, checkpoint = choose_device(engine), open_checkpoint(path, model.packing)
     model = check_checkpoint(checkpoint, model)
     free_bytes = free_memory_bytes(device.device)
-    plan = plan_checkpoint(model, engine, device, checkpoint, bounds.get(device.device.type, free_bytes))
+    bound = bounds.get(device.device.type, free_bytes)
+    try:
+        plan = plan_checkpoint(model, engine, device, checkpoint, bound)
+    except StartupError as error:
+        if bound >= free_bytes:
+            raise
+        cause = f"{error.cause} All models have {format_size(bound)} together."
+        raise StartupError(cause, f"more --models-memory, or {error.fix}", error.exit_code) from error
     kv_bytes = plan.kv_bytes
     if engine.kv_memory_bytes is None:
         kv_bytes = min(kv_bytes, max(plan.least_kv_bytes, round(plan.kv_room_bytes * LOCAL_KV_SHARE)))

@@ -367,7 +367,11 @@ class Server:
 
     def _token_counter(self, settings: ModelSettings) -> CountTokens:
         path, limits = Path(settings.tokenizer or ""), self._config.request_limits
-        return token_counter(path, settings.max_model_len, self._clock, limits)
+        try:
+            return token_counter(path, settings.max_model_len, self._clock, limits)
+        except StartupError as error:
+            cause = f"the tokenizer of the model {settings.name} cannot be used: {error.cause}"
+            raise StartupError(cause, "tokenizer = DIRECTORY or FILE.gguf", error.exit_code) from error
 
     def _serve(self, own: OwnBackend | None, facts: EngineFacts | None) -> None:
         config = self._config

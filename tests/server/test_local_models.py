@@ -15,7 +15,7 @@ import pytest
 from core.errors import ServiceError, StartupError
 from server import engine_loader
 from server.config import ServerConfig
-from server.engine_loader import DEMO_DIRECTORY, keep_files
+from server.engine_loader import DEMO_DIRECTORY, keep_files, local_plan
 from server.fork_server import preload
 from server.local_models import (
     FIRST_LATE_S,
@@ -391,6 +391,12 @@ def test_what_a_model_needs_beside_weights_is_kept_until_a_file_changes(
     shutil.rmtree(path)
     with pytest.raises(StartupError, match="does not exist"):
         engine_loader._read_model(config, path)
+
+
+def test_a_model_that_needs_more_than_all_may_have_tells_what_they_have() -> None:
+    config = ServerConfig(model=DEMO_DIRECTORY, device="cpu")
+    with pytest.raises(StartupError, match=r"need .* 4.0 MiB free. All models have 4 MiB together. Fix: more --models"):
+        local_plan(config, {"cpu": 4 * MIB})
 
 
 def test_a_fork_server_starts_on_a_cpu_that_lacks_the_kernels_instructions(
