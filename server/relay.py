@@ -583,12 +583,6 @@ class RelayHandle:
 
     # What the upstream sends: exchange.Reader.
 
-    def on_nothing(self) -> None:
-        try:
-            self._take(Part(b""), self._loop.time())
-        except UpstreamFault as fault:
-            self._fail_by(fault)
-
     def on_head(self, head: AnswerHead) -> None:
         self._head = head
         if head.status != 504:  # whose body tells whose failure it is

@@ -16,7 +16,7 @@ from server.upstream.http2 import Http2
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 
 CONNECT_S = 2.0
-MAX_HEAD_BYTES = 64 * 1024  # of an answer, over HTTP/1.1
+MAX_HEAD_BYTES, MAX_INTERIM_HEADS = 64 * 1024, 1024  # of an answer, over HTTP/1.1; HTTP/2 has FrameLimits
 BYTES_A_TURN = 8 * 1024  # that are read of a connection in one turn of the loop: the others' requests come between
 MAX_UNSENT_BYTES = 64 * 1024 * 1024  # of requests that the upstream does not read
 
@@ -62,7 +62,8 @@ class _Http1:
         return int(self._exchange is None and not self.is_closing)
 
     def send(self, outgoing: Outgoing, reader: Reader) -> Exchange:
-        exchange = self._exchange = Exchange(self, reader)
+        exchange, self._num_interim = Exchange(self, reader), 0
+        self._exchange = exchange
         fields = [(b"host", self._connection.address.authority.encode()), *outgoing.fields, *outgoing.length]
         head = h11.Request(method=outgoing.method, target=outgoing.path, headers=fields)
         events = [head, *([h11.Data(data=outgoing.body)] if outgoing.body else []), h11.EndOfMessage()]
@@ -91,7 +92,9 @@ class _Http1:
 
     def _tell(self, exchange: Exchange, event: Any) -> None:
         if isinstance(event, h11.InformationalResponse):
-            exchange.take_nothing()
+            self._num_interim += 1
+            if self._num_interim > MAX_INTERIM_HEADS:
+                raise h11.RemoteProtocolError("too many interim heads")
         elif isinstance(event, h11.Response):
             exchange.take_head(AnswerHead(event.status_code, tuple(event.headers)))
         elif isinstance(event, h11.Data):

@@ -48,9 +48,6 @@ class Outgoing(NamedTuple):
 class Reader(Protocol):
     """What takes an answer: its methods are called in this order, on_end last and once, none after a cancel."""
 
-    def on_nothing(self) -> None:
-        """An interim head (1xx) or an empty piece; at any time."""
-
     def on_head(self, head: AnswerHead) -> None: ...
     def on_data(self, data: bytes) -> None: ...
     def on_end(self, fault: UpstreamFault | None) -> None:
@@ -102,10 +99,6 @@ class Exchange:
 
     # The connection's side.
 
-    def take_nothing(self) -> None:
-        if not self.is_over:
-            self._reader.on_nothing()
-
     def take_head(self, head: AnswerHead) -> None:
         self.has_head = True
         self._reader.on_head(head)
@@ -134,9 +127,6 @@ class WholeAnswer:
         self._head = AnswerHead(0, ())
         self._body = bytearray()
         self._most_bytes = most_bytes
-
-    def on_nothing(self) -> None:
-        """Whoever waits has a time for all of it."""
 
     def on_head(self, head: AnswerHead) -> None:
         self._head = head

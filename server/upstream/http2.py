@@ -195,7 +195,7 @@ class Http2(FrameReader):
         if len(statuses) != 1 or not (statuses[0].isdigit() and len(statuses[0]) == 3):
             self._fail(stream, "its answer has no status", Http2ErrorCode.PROTOCOL_ERROR)
         elif statuses[0][:1] == b"1":  # RFC 9113 §8.1: interim
-            stream.take_nothing()
+            self._charge_overhead()
         else:
             stream.take_head(AnswerHead(int(statuses[0]), tuple(fields)))
 
@@ -214,8 +214,6 @@ class Http2(FrameReader):
             self.acknowledge(stream, header.length - len(data))
         if data:
             stream.take_data(data)
-        elif not ends:
-            stream.take_nothing()
         if ends:
             self._end(stream)
 

@@ -835,9 +835,9 @@ _HEAD_3 = raw_http2.headers(FieldEncoder().encode([(b":status", b"200")]), raw_h
         [raw_http2.headers(b"", 0, 3), raw_http2.ping()],
         [raw_http2.ping()] * 500,
         [raw_http2.window_update(2**31 - 1)],
-        [_HEAD_3, *[raw_http2.data(b"", 0, 3)] * 2000],
+        [_HEAD_3, *[raw_http2.data(b"", 0, 3)] * 6000],
         [_HEAD_3, *[raw_http2.window_update(1)] * 6000],
-        [raw_http2.headers(FieldEncoder().encode([(b":status", b"103")]), raw_http2.END_HEADERS, 3)] * 2000,
+        [raw_http2.headers(FieldEncoder().encode([(b":status", b"103")]), raw_http2.END_HEADERS, 3)] * 8000,
     ],
     ids=range(14),
 )

@@ -223,7 +223,6 @@ class Client:
         client, number = self, len(self.out)
 
         class Reader:
-            def on_nothing(self) -> None: ...
             def on_head(self, head: AnswerHead) -> None:
                 client.told.append((number, f"head {head.status}"))
 
@@ -387,7 +386,6 @@ def test_every_request_ends_once_whatever_comes(protocol: bytes, data: st.DataOb
     told: list[str] = []
 
     class Reader:
-        def on_nothing(self) -> None: ...
         def on_head(self, head: AnswerHead) -> None:
             assert not told
             told.append("head")
@@ -426,7 +424,6 @@ def test_a_flood_is_read_in_shares_and_no_further_than_its_reader(protocol: byte
     received: list[int] = []
 
     class Reader:
-        def on_nothing(self) -> None: ...
         def on_head(self, head: AnswerHead) -> None: ...
         def on_data(self, data: bytes) -> None:
             received.append(len(data))
@@ -532,7 +529,6 @@ def test_http1_connections_that_say_more_than_an_answer_get_no_further_request(
     ends: list[UpstreamFault | None] = []
 
     class Reader:
-        def on_nothing(self) -> None: ...
         def on_head(self, head: AnswerHead) -> None: ...
         def on_data(self, data: bytes) -> None: ...
         def on_end(self, fault: UpstreamFault | None) -> None:
