@@ -12,7 +12,7 @@ from core.types import Cost, Demand, FinishReason
 from server.api.fields import GenerationCall
 from server.api.models import ServedModel
 from server.api.replies import ReplyContext, Surface
-from server.engine_client import DeltaSink, LoopWork
+from server.engine_client import DeltaSink, LoopWork, SequenceProgress
 from server.gate.admission import Admission
 from server.gate.identity import Caller
 from server.gate.tenants import Tenant
@@ -20,17 +20,6 @@ from server.gate.text_rules import Matcher
 from server.observing.timing import StageMarks
 
 CountTokens = Callable[[Surface, bytes], list[tuple[int, ...]]]  # a body's prompts as ids; raises ServiceError
-
-
-class SequenceTimes(Protocol):
-    """When a choice's text came: see RequestSequence."""
-
-    is_finished: bool
-    last_s: float
-    discounted_s: float
-
-    @property
-    def waits_since_s(self) -> float: ...
 
 
 class Handle(Protocol):
@@ -43,7 +32,7 @@ class Handle(Protocol):
     def request(self) -> Demand: ...
 
     @property
-    def sequences(self) -> Sequence[SequenceTimes]: ...
+    def sequences(self) -> Sequence[SequenceProgress]: ...
 
     @property
     def num_tokens(self) -> int: ...

@@ -122,42 +122,51 @@ class DeltaSink(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class RequestSequence:
+class SequenceProgress:
+    """How much of one choice has come, and when.
+
+    Attributes:
+        mark: the number of kept tokens at which to call the sink's on_mark.
+        num_tokens: received and kept.
+        last_s: when its last text came.
+        discounted_s: later than that, if its last token had no text, or time until then does not count as waiting.
+    """
+
+    choice: int
+    mark: int
+    num_tokens: int = 0
+    is_finished: bool = False
+    last_s: float = NOT_YET
+    discounted_s: float = NOT_YET
+
+    @property
+    def waits_since_s(self) -> float:
+        """From when the wait for its next token counts."""
+        return max(self.last_s, self.discounted_s)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestSequence(SequenceProgress):
     """One sequence of a request: its tokens and their text.
 
     Attributes:
         logprobs: of tokens that no delta has reported yet; None: none are asked for.
-        mark: the number of kept tokens at which to call the sink's on_mark.
-        num_tokens: received and kept.
-        num_unreported: of these, those whose text is held back: half a character, or the beginning of a stop string.
+        num_unreported: of num_tokens, those whose text is held back: half a character, or a stop string's beginning.
         sampled_ids: once it has ended, where its request tells them; some may be later than its end.
-        last_s: when its last text came.
-        discounted_s: later than that, if its last token had no text, or time until then does not count as waiting.
         write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
     """
 
     index: int
-    choice: int
     detokenizer: Detokenizer | ScreenedDetokenizer
     logprobs: list[TokenLogprobs] | None
-    mark: int
-    num_tokens: int = 0
     num_unreported: int = 0
     sampled_ids: tuple[int, ...] = ()
-    is_finished: bool = False
-    last_s: float = NOT_YET
-    discounted_s: float = NOT_YET
     write: TextWriter | None = None
     plain_texts: PlainTexts = field(init=False)
     _writer: TextWriter | None = None  # the sink's, once there is one
 
     def __post_init__(self) -> None:
         self.plain_texts = self.detokenizer.plain_texts
-
-    @property
-    def waits_since_s(self) -> float:
-        """From when the wait for its next token counts."""
-        return max(self.last_s, self.discounted_s)
 
     def push(self, token_id: int) -> str:
         """The text that may be written now."""
@@ -491,7 +500,10 @@ class EngineClient:
             detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens, follow())
             if forbidden:
                 detokenizer = ScreenedDetokenizer(detokenizer, TextScreen(forbidden))
-            sequences.append(RequestSequence(i, choice, detokenizer, logprobs, sink.on_mark(choice, 0)))
+            known = RequestSequence(
+                choice, sink.on_mark(choice, 0), index=i, detokenizer=detokenizer, logprobs=logprobs
+            )
+            sequences.append(known)
         handle = self._handles[request.request_id] = RequestHandle(request, sequences, sink, self.post, self.gaps)
         self.post(Submit(request))
         return handle

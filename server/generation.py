@@ -27,9 +27,9 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.incident import Cause, Course, Stall
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilled, Prefilling, Usage
 from server.api.replies import EVENTS, WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
-from server.backend import Backend, Handle, Prompts, SequenceTimes
+from server.backend import Backend, Handle, Prompts
 from server.clock import RESOLUTION_S, DeadlineTimer
-from server.engine_client import NOT_YET, RequestHandle
+from server.engine_client import NOT_YET, RequestHandle, SequenceProgress
 from server.gate.admission import Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines
@@ -680,7 +680,7 @@ class Generation:
         """The ledger does not have the reservation yet."""
         return self._entry is not None and self._entry.state is EntryState.RESERVING
 
-    def _sequence(self, choice: int) -> SequenceTimes:
+    def _sequence(self, choice: int) -> SequenceProgress:
         handle, i = divmod(choice, self._prepared.call.num_computed)
         return self._handles[handle].sequences[i]
 
@@ -762,10 +762,10 @@ class Generation:
             # A slow reader, or a caller that has emptied its quota, is late by its own fault
             self.fail(self._deadlines.exceeded(name, is_callers_fault=self._paused_since_s is not None))
 
-    def _sequences(self) -> Iterator[SequenceTimes]:
+    def _sequences(self) -> Iterator[SequenceProgress]:
         return (sequence for handle in self._handles for sequence in handle.sequences)
 
-    def _decoding(self) -> Iterator[SequenceTimes]:
+    def _decoding(self) -> Iterator[SequenceProgress]:
         """The choices that have begun and not ended."""
         return (one for one in self._sequences() if one.last_s != NOT_YET and not one.is_finished)
 

@@ -29,7 +29,7 @@ from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
 from server.backend import CountTokens
 from server.clock import Clock, DeadlineTimer
-from server.engine_client import NOT_YET, DeltaSink, LoopWork
+from server.engine_client import NOT_YET, DeltaSink, LoopWork, SequenceProgress
 from server.gate.admission import Admission
 from server.gate.identity import Caller
 from server.gate.quota import NEVER
@@ -45,7 +45,6 @@ from server.relayed import (
     Part,
     Passage,
     RelayedDelta,
-    RelayedSequence,
     Salts,
     UpstreamAnswer,
     address_to,
@@ -82,8 +81,7 @@ class Passed:
     passage: Passage
     body: bytes  # for the model's own upstreams
     prompt: LeadingBlocks
-    num_prompts: int
-    num_computed: int  # answers
+    bounds: Bounds
     salts: Salts  # of what its prompt shares
     keep_alive_s: float | None  # as Ollama's clients ask
     shown_fields: list[str] | None  # of /infill, cut out here: the rest tells what was used
@@ -207,13 +205,15 @@ class Relay:
         domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
         if asked.model in settings.adapters:
             domain += f" {asked.model}"
+        prompt = self._counted(surface, body, domain, marks) or leading_blocks(domain, texts, num_tokens)
+        context, of_prompts = self.most_tokens, (num_prompts, prompt.num_tokens)
+        most = min(call.sampling.max_tokens, context)
         return Passed(
             call=call,
             passage=passage,
             body=sse.json_line(fields),
-            prompt=self._counted(surface, body, domain, marks) or leading_blocks(domain, texts, num_tokens),
-            num_prompts=num_prompts,
-            num_computed=num_computed,
+            prompt=prompt,
+            bounds=Bounds(call.num_sequences, num_computed, most, context, *of_prompts),
             salts=salts,
             keep_alive_s=keep_alive_asked(asked.keep_alive) if is_lines else None,
             shown_fields=shown_fields,
@@ -373,15 +373,13 @@ class RelayHandle:
         self.request = request
         self.sink = sink
         self.cost = Cost()
-        self.sequences = [RelayedSequence(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
+        self.sequences = [SequenceProgress(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
         self._relay = relay
         self._call, self._passage, self._body = what.call, what.passage, what.body
-        most, context = min(request.max_tokens, relay.most_tokens), relay.most_tokens
-        of_prompts = what.num_prompts, request.num_prompt_tokens
-        bounds = Bounds(request.num_sequences, what.num_computed, most, context, *of_prompts)
-        self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, bounds, what.shown_fields)
+        self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, what.bounds, what.shown_fields)
         self._num_bytes = self._num_pieces = self._num_events = self._num_empty = 0  # of the answer
-        self._most_events = most * what.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
+        most = what.bounds.num_tokens * what.bounds.num_computed
+        self._most_events = most * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._heard_s = 0.0  # when something of the answer came last, or could have
@@ -698,7 +696,7 @@ class RelayHandle:
         if event:
             self._write(0, event, part.is_last, now_s)
 
-    def _count(self, sequence: RelayedSequence, now_s: float) -> None:
+    def _count(self, sequence: SequenceProgress, now_s: float) -> None:
         is_first = sequence.last_s == NOT_YET
         sequence.last_s = now_s
         sequence.num_tokens += 1

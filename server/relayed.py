@@ -8,7 +8,6 @@ Its id and model become ours. All else passes as it came, comments between event
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal, NamedTuple
@@ -21,7 +20,6 @@ from server.api import chat, completions, embeddings, llama_server, messages, ol
 from server.api.decoding import parse_object
 from server.api.fields import GenerationCall, MaxTokens
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
-from server.engine_client import NOT_YET
 from server.gate.tenants import LOCAL_NAME, DeadlineTable, OwnDeadlineExceeded, Tenant
 from server.gate.text_rules import rule_book
 from server.upstream.exchange import AnswerHead, UpstreamFault
@@ -540,22 +538,6 @@ class RelayedDelta(Delta, frozen=True, kw_only=True):
 
     event: bytes = b""
     is_last: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class RelayedSequence:
-    """One choice, as it passes: `SequenceTimes`."""
-
-    choice: int
-    mark: int
-    num_tokens: int = 0
-    is_finished: bool = False
-    last_s: float = NOT_YET
-    discounted_s: float = NOT_YET
-
-    @property
-    def waits_since_s(self) -> float:
-        return max(self.last_s, self.discounted_s)
 
 
 class PassedStream:
