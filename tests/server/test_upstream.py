@@ -14,7 +14,7 @@ from core.errors import StartupError
 from server.config_sources import load_config
 from server.upstream import pool
 from server.upstream.connection import BYTES_A_TURN, Connection, address_of
-from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, UpstreamFault, WholeAnswer
 from server.upstream.http2 import OUR_RESETS, Http2
 from server.upstream.pool import Access, Pool
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
@@ -184,6 +184,32 @@ def test_an_idle_upstream_that_hangs_is_out_after_as_many_seconds_as_probes() ->
     loop.run_until_complete(wait_out())
     assert loop.time() <= pool.NUM_FAILURES * pool.PROBE_EVERY_S + pool.PROBE_EVERY_S / 2
     assert "not answered within 1 s" in upstream.why_out
+    loop.close()
+
+
+def test_a_request_at_an_upstream_of_our_own_that_hangs_is_lost_soon() -> None:
+    class Transport(FakeTransport):
+        def abort(self) -> None:
+            self._connection.connection_lost(None)
+
+    loop = VirtualTimeLoop()
+    entry = ModelSettings(name="m", upstreams=(UpstreamSettings(url="http://h:1"),), protocol="h2", trusted=True)
+    day = Pool(entry, loop, Access())
+    (upstream,) = day.upstreams
+
+    async def wait_lost() -> None:
+        connection, answer = Connection(upstream.address, b"h2"), WholeAnswer(100)
+        Transport(connection).feed(raw_http2.wire([SETTINGS]))
+        upstream.connections.append(connection)
+        upstream.note_probe(None, loop.time())
+        connection.http.send(Outgoing(b"POST", b"/", (), b"{}"), answer)
+        day.start()
+        with pytest.raises(ConnectionLost):
+            await answer.done
+        await day.close()
+
+    loop.run_until_complete(wait_lost())
+    assert pool.HUNG_S <= loop.time() <= pool.HUNG_S + 2 * pool.PROBE_EVERY_S < entry.silence_s
     loop.close()
 
 
