@@ -16,7 +16,9 @@ METHODS = b"GET, POST, DELETE"
 MAX_AGE_S = b"7200"  # Chromium's maximum
 _READS = frozenset(("GET", "HEAD", "OPTIONS"))
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_FORWARDING = re.compile(rb"forwarded|via|x-forwarded-.*|x-real-ip|(?:true|x|x-cluster|cf-connecting)-(?:client-)?ip")
+_FORWARDING = re.compile(
+    rb"forwarded|via|cdn-loop|x-(?:original-)?forwarded-.*|x-(?:real|originating)-ip|x-envoy-.*|(?:.+-)?(?:client|connecting)-ip"
+)
 # Addresses, and names that nobody can register: RFC 6761, 6762, 8375, and ICANN's of 2018 and 2024
 _PRIVATE_HOST = re.compile(
     rb"(?:\d{1,3}(?:\.\d{1,3}){3}|\[[\da-f:.]+\]|[^.:]*|.+\.(?:localhost|local|internal|home\.arpa|lan|home|corp))(?::\d{1,5})?",
