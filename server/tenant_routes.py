@@ -281,7 +281,8 @@ def _value(name: str, read: Callable[[], T]) -> T:
     try:
         return read()
     except BadValueError as error:
-        raise InvalidRequest(f"{name} must be {error.expected}.", name) from error
+        end = "" if error.expected.endswith("?") else "."
+        raise InvalidRequest(f"{name} must be {error.expected}{end}", name) from error
 
 
 def _send(exchange: Exchange, shown: msgspec.Struct, status: int = 200) -> None:

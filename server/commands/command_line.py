@@ -181,8 +181,8 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         "--scope",
         action="append",
         metavar="RIGHT",
-        help="inference: generate, tokenize, list models, cancel; usage: read the tenant's usage; admin: /metrics, and"
-        " the server itself. May be repeated [inference and usage]",
+        help="inference: generate, tokenize, list models, cancel; usage: read the tenant's usage; metrics: /metrics;"
+        " admin: that, and the server itself. May be repeated [inference and usage]",
     )
     listing = actions.add_parser("list", help="list the keys, without their secrets", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", help="print JSON")

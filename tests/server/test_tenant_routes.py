@@ -1,5 +1,6 @@
 """Operators' routes for tenants and keys: what they show, what they change at once, and what they refuse."""
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def test_a_key_is_created_used_listed_and_revoked_while_serving(keys_file: Path)
     [
         ({}, "tenant"),
         ({"tenant": "nobody"}, "tenant"),
+        ({"tenant": "acmes"}, "tenant"),
         ({"tenant": "acme", "label": "x" * 65}, "label"),
         ({"tenant": "acme", "label": "a\nb"}, "label"),
         ({"tenant": "acme", "expires": "yesterday"}, "expires"),
@@ -83,6 +85,7 @@ def test_a_key_that_cannot_be_is_refused_with_the_field(keys_file: Path, body: A
     with serving(tenants=(ACME, OTHER), keys_file=keys_file) as server:
         refused = ask(server, admin, "POST", "/admin/keys", body)
         assert (refused.status, refused.json["error"]["param"]) == (400, param)
+        assert re.search(r"[^.?][.?]$", refused.json["error"]["message"])
         assert len(read_keys(keys_file)) == 1
 
 
