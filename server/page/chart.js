@@ -60,11 +60,11 @@ export class Chart {
     const axis = { stroke: () => colour("--quiet"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false }, font: "10px system-ui", gap: 4 };
     const lines = ["--first", "--second"].slice(0, this.numLines).map((name, i) => ({ stroke: () => colour(name), width: 1.5, dash: i ? [4, 2] : [], gaps: gapsOf }));
     return {
-      ...size, padding: [8, 8, 0, 0], legend: { show: false }, series: [{}, ...lines],
+      ...size, padding: [8, 16, 0, 0], legend: { show: false }, series: [{}, ...lines],
       cursor: { y: false, bind: Object.fromEntries(MOUSE.map((name) => [name, () => null])) }, // it is where mark() sets it
       scales: { x: { range: (_, first, last) => [Math.max(last - HOUR_S, Math.min(first, last - LEAST_S)), last] }, y: { range: (_, _least, most) => [0, 1.05 * most || 1] } },
       axes: [
-        { ...axis, size: 20, space: 60, values: (_, all) => all.map((at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
+        { ...axis, size: 20, space: 60, values: (_, all) => all.map((at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" })) },
         { ...axis, size: 52, space: 26, ...(this.format === bytes ? { incrs: POWERS } : {}), values: (_, all) => all.map(this.format) },
       ],
     };

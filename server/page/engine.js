@@ -90,6 +90,11 @@ export class StepLoop extends Picture {
 
   first() { return this.count() - 1; }
   count() { return this.steps.length; }
+  /** What the full heights stand for: tokens, and ms, which longer steps exceed. @param {Step[]} shown */
+  scales(shown) {
+    const times = shown.map((one) => one[3]).sort((a, b) => a - b);
+    return [Math.max(1, ...shown.map(([, prompt, own]) => prompt + own)), Math.max(0.1, 1.5 * (times[Math.floor(0.95 * times.length)] ?? 0))];
+  }
   shown() { return Math.min(this.steps.length, Math.floor(this.canvas.clientWidth / STEP_PX)); }
   /** @param {number} x */
   at(x) {
@@ -99,9 +104,7 @@ export class StepLoop extends Picture {
 
   draw() {
     const shown = this.steps.slice(-this.shown() || this.steps.length);
-    const mostTokens = Math.max(1, ...shown.map(([, prompt, own]) => prompt + own));
-    const times = shown.map((one) => one[3]).sort((a, b) => a - b);
-    const mostMs = Math.max(0.1, 1.5 * (times[Math.floor(0.95 * times.length)] ?? 0)); // longer ones reach the middle line
+    const [mostTokens, mostMs] = this.scales(shown);
     this.painted((pen, width, height) => {
       const half = height / 2 - 6;
       shown.forEach(([, prompt, own, ms, predicted], i) => {
@@ -140,7 +143,8 @@ export class StepLoop extends Picture {
     const times = shown.map((one) => one[3]).sort((a, b) => a - b), known = shown.filter((one) => one[4] !== null);
     const off = known.map((one) => Math.abs(Number(one[4]) - one[3]) / one[3]).sort((a, b) => a - b);
     const error = off.length ? `; half of the predictions are off by ${(off[off.length >> 1] * 100).toFixed(0)} % at most` : "";
-    return `The last ${shown.length} steps: median ${times[times.length >> 1].toFixed(1)} ms, longest ${times[times.length - 1].toFixed(1)} ms${error}.`;
+    const [tokens, ms] = this.scales(shown);
+    return `The last ${shown.length} steps: median ${times[times.length >> 1].toFixed(1)} ms, longest ${times[times.length - 1].toFixed(1)} ms${error}. The highest bars are ${tokens} tokens, and ${ms.toFixed(0)} ms or more.`;
   }
 }
 
@@ -181,14 +185,15 @@ export class BlockGrid extends Picture {
     return found;
   }
 
-  tenants() { return [...new Set(this.owners.map(([, name]) => name))].sort(); }
+  /** @returns {[string, string][]} each with its colour */
+  tenants() { return [...new Set(this.owners.map(([, name]) => name))].sort().map((name, i) => [name, `hsl(${i * 137 % 360} 60% 50%)`]); }
 
   draw() {
     const size = this.size(), perRow = this.perRow(), rows = Math.ceil(this.count() / perRow);
     const height = `${Math.max(1, rows) * size}px`;
     if (this.canvas.style.height !== height) this.canvas.style.height = height;
-    const states = STATES.map((name) => colour(`--block-${name}`)), tenants = this.tenants();
-    const hues = this.owners.map(([, name]) => `hsl(${tenants.indexOf(name) * 137 % 360} 60% 50%)`);
+    const states = STATES.map((name) => colour(`--block-${name}`)), tenants = new Map(this.tenants());
+    const hues = this.owners.map(([, name]) => tenants.get(name) ?? "");
     this.painted((pen) => {
       this.cells.forEach((cell, i) => {
         const state = cell & (1 << OWNER_BIT) - 1, x = i % perRow * size, y = Math.floor(i / perRow) * size;

@@ -42,14 +42,15 @@ const TILES = [
   ["Memory of the process", [["memory_bytes", ""]], size],
 ];
 
-/** @type {Record<string, [string, (value: number) => string]>} by the rule's name */
+/** @type {Record<string, [string, (value: number) => string, string?]>} by the rule's name; the tile that shows it, too */
 const PROMISES = {
-  ttft_p50_ms: ["First token, p50", time], ttft_p95_ms: ["First token, p95", time],
-  inter_token_p95_ms: ["Between tokens, p95", time],
+  ttft_p50_ms: ["First token, p50", time, "First token"], ttft_p95_ms: ["First token, p95", time, "First token"],
+  inter_token_p95_ms: ["Between tokens, p95", time, "Between tokens"],
   latency_p50_ms: ["Whole answer, p50", time], latency_p95_ms: ["Whole answer, p95", time],
-  tokens_per_s_p50: ["Tokens per second of a stream, p50", count],
-  error_rate: ["Requests that fail by the server's fault", percent],
-  queue_depth: ["Sequences in the queue", whole], memory_mib: ["Memory", (mib) => size(mib * 2 ** 20)],
+  tokens_per_s_p50: ["Tokens per second of a stream, p50", count, "Tokens per second"],
+  error_rate: ["Requests that fail by the server's fault", percent, "Errors and refusals per second"],
+  queue_depth: ["Sequences in the queue", whole, "Sequences"],
+  memory_mib: ["Memory", (mib) => size(mib * 2 ** 20), "Memory of the process"],
 };
 
 const tiles = TILES.map(([title, named, format]) => {
@@ -60,9 +61,10 @@ const tiles = TILES.map(([title, named, format]) => {
     line.append(part);
     return value;
   });
-  item.append(made("h3", title), line, chart.box);
+  const kept = made("ul", "", "kept");
+  item.append(made("h3", title), line, kept, chart.box);
   $("tiles").append(item);
-  return { title, named, format, values, chart };
+  return { title, named, format, values, chart, kept };
 });
 
 function drawCharts() {
@@ -159,21 +161,48 @@ function updateEnded(cells, row) {
   cells[5].className = row.has_failed ? "bad" : "";
 }
 
+/** @param {Row} row */
+const limitOf = (row) => `${row.is_minimum ? "≥" : "≤"} ${(PROMISES[row.name]?.[1] ?? count)(Number(row.threshold))}`;
+
+/** What is promised of each tile, and whether it is kept. @param {Row[]} promises */
+function showKept(promises) {
+  for (const { title, kept } of tiles) {
+    const own = promises.filter((row) => PROMISES[row.name]?.[2] === title);
+    const texts = own.map((row) => `${row.is_ok ? "✓" : "✗"} ${PROMISES[row.name][0].replace(`${title}, `, "")} ${limitOf(row)}`);
+    if (texts.join("\n") === [...kept.children].map((one) => one.textContent).join("\n")) continue;
+    kept.replaceChildren(...own.map((row, i) => made("li", texts[i], row.is_ok ? "good" : "bad")));
+  }
+}
+
 /** @param {HTMLCollectionOf<HTMLTableCellElement>} cells @param {Row} row */
 function updatePromise(cells, row) {
   const [words, format] = PROMISES[String(row.name)] ?? [String(row.name), count];
   tell(cells[0], words);
   tell(cells[1], known(row.value, format));
-  tell(cells[2], `${row.is_minimum ? "≥" : "≤"} ${format(Number(row.threshold))}`);
+  tell(cells[2], limitOf(row));
   tell(cells[3], row.is_ok ? "✓ kept" : "✗ broken");
   cells[3].className = row.is_ok ? "good" : "bad";
 }
 
 const steps = new StepLoop($("steps"), $("step")), blocks = new BlockGrid($("blocks"), $("block"));
-$("states").append(...STATES.map((name) => made("span", name, `mark ${name}`)));
+/** What the colours of the blocks mean. */
+function showLegend() {
+  const marks = blocks.byTenant ? blocks.tenants().map(([name, hue]) => [name, "tenant", hue]) : STATES.map((name) => [name, name, ""]);
+  const all = blocks.byTenant ? [["free", "free", ""], ...marks] : marks;
+  if (all.join() === legend) return;
+  legend = all.join();
+  $("states").replaceChildren(...all.map(([name, kind, hue]) => {
+    const mark = made("span", name, `mark ${kind}`);
+    if (hue) mark.style.setProperty("--tenant", hue);
+    return mark;
+  }));
+}
+let legend = "";
+showLegend();
 $("by-tenant").addEventListener("change", () => {
   blocks.byTenant = $("by-tenant").checked;
   blocks.draw();
+  showLegend();
 });
 
 /** @type {Row[]} */
@@ -189,7 +218,10 @@ function showEngine(frame) {
   if (frame.columns) preempted = [];
   if (frame.steps.length || frame.blocks.length) $("engine").hidden = false;
   steps.add(frame.steps, Boolean(frame.columns));
-  if (frame.blocks.length) blocks.set(frame.blocks[frame.blocks.length - 1]);
+  if (frame.blocks.length) {
+    blocks.set(frame.blocks[frame.blocks.length - 1]);
+    showLegend();
+  }
   if (!frame.preempted.length && !frame.columns) return;
   /** @type {Row[]} */
   const more = frame.preempted.map(([at, request, index, cause, by]) => ({ id: `${at} ${request} ${index}`, at, request, cause, by }));
@@ -226,6 +258,7 @@ function show(frame) {
   if (!seen) showValues();
   $("devices").hidden = !frame.devices.length;
   fill($("devices").querySelector("tbody"), frame.devices, () => emptyRow(3, [1, 2]), updateDevice, "None.");
+  showKept(frame.promises);
   $("promises").hidden = !frame.promises.length;
   fill($("promises").querySelector("tbody"), frame.promises, () => emptyRow(4, [1, 2]), updatePromise, "None.");
   const more = frame.num_requests - frame.requests.length;

@@ -6,7 +6,7 @@ import { $, count, made, percent, readEvents, refusal, tell, whole } from "/dash
 /**
  * @typedef {{token: string, logprob: number, bytes: number[], top_logprobs?: Token[]}} Token
  * @typedef {{given: number[], tokens: Token[], text: string, calls: any[], reason: string | null, box: HTMLElement}} Choice
- *   given: the bytes of the text that it goes on with; text: of an answer without logprobs
+ *   given: the bytes of the text that it goes on with; text: what its deltas say, which is less than its tokens where a stop string ends it
  */
 
 const PATH = "/v1/chat/completions";
@@ -35,6 +35,12 @@ function entropyOf(token) {
   const rest = 1 - parts.reduce((a, b) => a + b, 0);
   return [...parts, rest].reduce((sum, part) => (part > 1e-9 ? sum - part * Math.log2(part) : sum), 0);
 }
+
+/** @type {Record<string, string>} what goes into the fields that are hard to guess */
+const EXAMPLES = {
+  response_format: '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object", "properties": {"term": {"type": "string"}}, "required": ["term"]}}}',
+  tools: '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"term": {"type": "string"}}, "required": ["term"]}}}]',
+};
 
 /** A text as it looks between quotes. @param {string} text */
 const quoted = (text) => JSON.stringify(text).slice(1, -1) || "(nothing)";
@@ -87,10 +93,11 @@ function fieldOf(name, kinds) {
   else if (type === "number" || type === "integer") {
     input.type = "number";
     input.step = type === "integer" ? "1" : "any";
-    for (const [bound, at] of [["minimum", "min"], ["maximum", "max"]]) if (Math.abs(kind[bound]) < 2 ** 53) input[at] = kind[bound];
+    for (const [bound, at] of [["minimum", "min"], ["maximum", "max"]]) if (Math.abs(kind[bound]) < 2 ** 31 - 1) input[at] = kind[bound];
+    input.placeholder = input.min && input.max ? `${input.min} to ${input.max}` : input.min ? `from ${input.min}` : "";
   } else if (input.localName === "textarea") {
     input.rows = FIRST.includes(name) ? 3 : 1;
-    input.placeholder = "JSON";
+    input.placeholder = EXAMPLES[name] ?? "JSON";
     if (FIRST.includes(name)) label.className = "wide";
   }
   input.name = name;
@@ -122,6 +129,9 @@ function valueOf(input) {
 export function playground(ask, hasKey) {
   /** @type {Choice[]} */
   let choices = [];
+  /** @type {{role: string, content: string}[]} */
+  let turns = []; // before the message that is typed
+  let sent = ""; // the message that was answered
   /** @type {AbortController | null} */
   let running = null;
   let numSent = 0;
@@ -158,7 +168,7 @@ export function playground(ask, hasKey) {
     /** @type {Record<string, any>} */
     const body = { model: $("chat-model").value, messages: [], stream: true };
     if ($("chat-system").value) body.messages.push({ role: "system", content: $("chat-system").value });
-    body.messages.push({ role: "user", content: $("chat-user").value });
+    body.messages.push(...turns, { role: "user", content: given === undefined ? $("chat-user").value : sent });
     for (const input of inputs()) {
       input.setCustomValidity("");
       if (!input.value.trim()) continue;
@@ -212,11 +222,9 @@ export function playground(ask, hasKey) {
     let num = 0;
     for (const one of event.choices ?? []) {
       const choice = choiceOf(one.index, given), delta = one.delta ?? {}, told = one.logprobs?.content;
+      choice.text += delta.content ?? "";
       if (told) told.forEach((/** @type {Token} */ token) => addToken(choice, token));
-      else if ((delta.content || delta.reasoning) && !choice.tokens.length) {
-        choice.text += delta.reasoning ?? delta.content;
-        choice.box.append(document.createTextNode(delta.reasoning ?? delta.content));
-      }
+      else if ((delta.content || delta.reasoning) && !choice.tokens.length) choice.box.append(document.createTextNode(delta.reasoning ?? delta.content));
       num += told?.length ?? (delta.content || delta.reasoning ? 1 : 0);
       for (const call of delta.tool_calls ?? []) {
         const known = (choice.calls[call.index] ??= { name: "", arguments: "" });
@@ -228,20 +236,38 @@ export function playground(ask, hasKey) {
     return num;
   }
 
+  /** What the choice answers: its text, or of one without any (calls, thoughts) its tokens. @param {Choice} choice */
+  function answerOf(choice) {
+    const decoded = (/** @type {Iterable<number>} */ bytes) => new TextDecoder().decode(new Uint8Array(bytes));
+    return choice.text ? decoded(choice.given) + choice.text : decoded(bytesOf(choice, choice.tokens.length));
+  }
+
+  /** Strike the tokens out that a stop string has cut off. @param {Choice} choice */
+  function strike(choice) {
+    const whole = new TextDecoder().decode(bytesOf(choice, choice.tokens.length)), most = new TextEncoder().encode(answerOf(choice)).length;
+    if (choice.reason !== "stop" || !whole.startsWith(answerOf(choice))) return;
+    choice.box.querySelectorAll(".token").forEach((shown, at) => shown.classList.toggle("beyond", bytesOf(choice, at + 1).length > most));
+  }
+
+  function showTurns() {
+    $("chat-turns").replaceChildren(...turns.map((one) => made("li", `${one.role === "user" ? "You" : "Model"}: ${one.content}`, one.role)));
+    $("chat-anew").hidden = !turns.length;
+    $("chat-reply").hidden = true;
+    showCode();
+  }
+
   /** Send the request, and show its answer as it comes. @param {number[]} [given] the bytes that the answer begins with */
   async function send(given = []) {
     running?.abort();
     const body = bodyOf(given.length ? textOf(given) ?? "" : undefined);
     if (!body) return $("chat").reportValidity();
-    const own = (running = new AbortController()), began = performance.now(), number = ++numSent;
-    [choices, current] = [[], null];
-    for (const name of ["chat-choices", "chat-stages", "alternatives"]) $(name).replaceChildren();
-    ["token-about", "chat-whole"].forEach((name) => tell($(name), ""));
+    const own = (running = new AbortController()), began = performance.now(), number = ++numSent, message = body.messages.findLast((/** @type {any} */ one) => one.role === "user").content;
     showCode(body);
-    $("chat-answer").hidden = false;
     $("chat-stop").disabled = false;
+    $("chat-reply").hidden = true;
+    $("chat-told").setAttribute("aria-live", "off"); // or each token's count is read out
     say("Waiting for the first token.");
-    let num = 0, first = 0, id = null, told = "";
+    let num = 0, first = 0, id = null, told = "", isAnswered = false;
     /** @type {any} */
     let usage = null;
     const rate = () => (num > 1 ? `, ${count(((num - 1) * 1000) / (performance.now() - first))} tokens/s` : "");
@@ -249,8 +275,12 @@ export function playground(ask, hasKey) {
       const answer = await ask(PATH, { method: "POST", body: JSON.stringify(body), signal: own.signal });
       if (own !== running) return;
       id = answer.headers.get("x-request-id");
-      if (!answer.ok) told = await refusal(answer);
+      if (!answer.ok) told = await refusal(answer); // the answer before it stays
       else {
+        [choices, current, sent, isAnswered] = [[], null, message, true];
+        for (const name of ["chat-choices", "chat-stages", "alternatives"]) $(name).replaceChildren();
+        ["token-about", "chat-whole"].forEach((name) => tell($(name), ""));
+        $("chat-answer").hidden = false;
         await readEvents(answer, (data) => {
           const event = data === "[DONE]" || own !== running ? {} : JSON.parse(data);
           if (event.error) told = String(event.error.message);
@@ -266,15 +296,18 @@ export function playground(ask, hasKey) {
     if (own !== running) return;
     running = null;
     $("chat-stop").disabled = true;
+    $("chat-told").removeAttribute("aria-live");
     const reasons = choices.map((one) => one.reason).filter(Boolean).join(", ");
-    const prompt = usage === null ? "" : `, ${whole(usage.prompt_tokens)} of the prompt`;
+    const prompt = usage === null ? "" : `, after a prompt of ${whole(usage.prompt_tokens)}`;
     say(told || `${whole(num)} tokens${prompt}${rate()}, first after ${count(first - began)} ms, ended by ${reasons}.`);
+    if (id === null || !isAnswered) return;
     for (const choice of choices) {
       if (choice.calls.length) choice.box.append(made("pre", JSON.stringify(choice.calls, null, 1)));
+      strike(choice);
     }
-    const texts = choices.map((one) => (one.tokens.length ? new TextDecoder().decode(bytesOf(one, one.tokens.length)) : one.text));
-    tell($("chat-whole"), texts.join("\n"));
-    if (id !== null) await showWaterfall(id, () => number === numSent);
+    tell($("chat-whole"), choices.map(answerOf).join("\n"));
+    $("chat-reply").hidden = !choices[0]?.text;
+    await showWaterfall(id, () => number === numSent);
   }
 
   /** @param {string} id @param {() => boolean} isWanted */
@@ -314,7 +347,7 @@ export function playground(ask, hasKey) {
       button.title = button.disabled ? "An answer cannot go on behind a part of a character, or a token without a text." : "";
       button.setAttribute("aria-label", `Go on with ${quoted(other.token)}, ${percent(part)}`);
       button.addEventListener("click", () => send(forked));
-      line.append(button, made("span", `${percent(part)}, logprob ${other.logprob.toFixed(2)}`, "quiet"), bar(0, part, 1));
+      line.append(button, made("span", `${percent(part)}, logprob ${other.logprob.toFixed(2).replace("-0.00", "0")}`, "quiet"), bar(0, part, 1));
       return line;
     }));
   }
@@ -340,7 +373,21 @@ export function playground(ask, hasKey) {
   $("chat").addEventListener("invalid", () => ($("chat").querySelector("details").open = true), true); // or nobody sees why
   $("chat").addEventListener("input", () => showCode());
   $("code-kind").addEventListener("change", () => showCode());
+  $("chat").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("chat").requestSubmit();
+  });
   $("chat-stop").addEventListener("click", () => running?.abort());
+  $("chat-reply").addEventListener("click", () => {
+    turns.push({ role: "user", content: sent }, { role: "assistant", content: answerOf(choices[0]) });
+    $("chat-user").value = "";
+    showTurns();
+    $("chat-user").focus();
+  });
+  $("chat-anew").addEventListener("click", () => {
+    turns = [];
+    showTurns();
+    $("chat-user").focus();
+  });
   $("code-copy").addEventListener("click", async () => {
     const isCopied = await navigator.clipboard?.writeText($("code").textContent).then(() => true, () => false);
     if (!isCopied) getSelection()?.selectAllChildren($("code"));

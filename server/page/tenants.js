@@ -9,6 +9,8 @@ const MAX_KEYS = 200; // shown
 const PERIODS = ["tokens_per_day", "tokens_per_month", "money_per_day", "money_per_month"]; // a column each
 const LIMITS = ["requests_per_minute", "burst_requests", "tokens_per_minute", "burst_tokens", "concurrent_requests", ...PERIODS];
 
+const KEYS = "each_key:_"; // before the name of a limit of each of a tenant's keys
+
 /** @param {string} name @param {number} value */
 const amount = (name, value) => (name.startsWith("money") ? value.toLocaleString("en", { maximumFractionDigits: 4 }) : value.toLocaleString("en"));
 /** @param {string} name */
@@ -120,10 +122,12 @@ export function tenants(ask) {
   function edit(name) {
     const tenant = shown.find((one) => one.name === name);
     if (!tenant) return;
-    const fields = LIMITS.map((limit) => ({ name: limit, value: tenant.limits[limit] ?? "" }));
-    choose(`Limits of ${name}, until the configuration is read again. Empty: unlimited.`, "Save", fields, async (values) => {
-      const limits = Object.fromEntries(Object.entries(values).filter(([, text]) => text !== "").map(([limit, text]) => [limit, Number(text)]));
-      const body = JSON.stringify({ limits });
+    const fields = ["", KEYS].flatMap((of) => LIMITS.map((limit) => ({ name: `${of}${limit}`, value: tenant[of ? "key_limits" : "limits"][limit] ?? "" })));
+    choose(`Limits of ${name}, and of each of its keys, until the configuration is read again. Empty: unlimited.`, "Save", fields, async (values) => {
+      const given = Object.entries(values).filter(([, text]) => text !== "");
+      /** @param {boolean} isOfKeys */
+      const limitsOf = (isOfKeys) => Object.fromEntries(given.filter(([limit]) => limit.startsWith(KEYS) === isOfKeys).map(([limit, text]) => [limit.replace(KEYS, ""), Number(text)]));
+      const body = JSON.stringify({ limits: limitsOf(false), key_limits: limitsOf(true) });
       return (await get(`/admin/tenants/${encodeURIComponent(name)}`, { method: "PATCH", body })) && `The limits of ${name} are in force.`;
     });
   }

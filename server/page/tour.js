@@ -136,6 +136,13 @@ function pictureOf(stage, seen) {
   return svg;
 }
 
+/** @type {Seen} what the pictures show before a request is sent */
+const EXAMPLE = {
+  stages: {}, usage: { prompt_tokens: 40, completion_tokens: 24, prompt_tokens_details: { cached_tokens: 16 } }, timings: null, told: { prefill_chunks: 2 },
+  tokens: [{ token: "a", logprob: -0.4, top_logprobs: [{ token: "a", logprob: -0.4 }, { token: "b", logprob: -1.6 }, { token: "c", logprob: -2.6 }] }],
+  numFrames: 9, numBytes: 0, left: null, connection: undefined, seen_ms: 0,
+};
+
 /** @param {Stage} stage @param {Seen} seen @param {number} most the longest stage's time */
 function itemOf(stage, seen, most) {
   const item = made("li", ""), text = made("div", ""), took = (stage.took ?? []).filter((name) => name in seen.stages);
@@ -148,7 +155,7 @@ function itemOf(stage, seen, most) {
   }
   const file = made("p", "", "quiet");
   file.append(made("code", stage.file));
-  text.append(title, made("p", stage.words), made("p", stage.numbers(seen), "numbers"), file);
+  text.append(title, made("p", stage.words), ...(seen === EXAMPLE ? [] : [made("p", stage.numbers(seen), "numbers")]), file);
   item.append(pictureOf(stage, seen), text);
   return item;
 }
@@ -282,6 +289,7 @@ export function tour(ask) {
   }
 
   switches(ask);
+  $("tour-stages").append(...STAGES.map((stage) => itemOf(stage, EXAMPLE, 0)));
   $("tour-send").addEventListener("click", async () => {
     $("tour-send").disabled = true;
     say("The request is on its way.");

@@ -47,6 +47,7 @@ name = "operators"
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 PICTURED = ("server", "server-phone", "request-dark", "playground", "tour", "switches")  # in README.md and docs/
+CTRL, SHIFT = 2, 8
 CANCEL = "(button => button && (button.click(), true))(document.querySelector('#running button:not(.link)'))"
 FAILURES = "Runtime.exceptionThrown", "Log.entryAdded"
 
@@ -98,10 +99,19 @@ class Browser:
     def text(self) -> str:
         return str(self.evaluate("document.body.innerText"))
 
-    def press(self, key: str, code: int, text: str = "") -> None:
+    def press(self, key: str, code: int, text: str = "", modifiers: int = 0) -> None:
         for kind in ("keyDown", "keyUp"):
-            more = {"text": text} if text and kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+            more: dict[str, Any] = {"text": text} if text and kind == "keyDown" else {}
+            more |= {"windowsVirtualKeyCode": code, "modifiers": modifiers}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **more)
+
+    def tab_to(self, places: str, modifiers: int = 0) -> None:
+        """Press Tab until the focus is at one of the places."""
+        for _ in range(200):
+            self.press("Tab", 9, modifiers=modifiers)
+            if self.evaluate(f"document.activeElement.matches({places!r})"):
+                return
+        raise AssertionError(f"Tab does not lead to {places}")
 
     def look_like(self, width: int, scheme: str) -> None:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -223,6 +233,9 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.wait("document.getElementById('block').textContent.includes('free')")
         assert ask() == 200
         page.wait("document.getElementById('promises').innerText.includes('✗ broken')")
+        page.wait(
+            "[...document.querySelectorAll('#tiles .kept .bad')].some((one) => one.innerText.startsWith('✗ p50 ≤'))"
+        )
         page.evaluate("location.hash = 'tour'")
         page.wait("document.getElementById('tour').hidden === false")
         page.evaluate("document.getElementById('switch').value = 'prefix_cache'")
@@ -237,13 +250,17 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.wait("document.getElementById('block').textContent.includes(' cached')")
         page.evaluate("document.getElementById('blocks').focus()")
         page.wait("/Block 0: cached, prefix \\d+, of acme/.test(document.getElementById('block').textContent)")
+        assert "offloaded" in page.evaluate("document.getElementById('states').innerText")
         page.evaluate("document.getElementById('by-tenant').click()")
+        page.wait("/free.*acme/.test(document.getElementById('states').innerText)")
         page.wait("document.getElementById('tenants').innerText.includes('0.017 of 0.02, 85 %')")
         assert ask() == 429
         press_button("Change the limits of acme")
         page.evaluate("document.querySelector('[name=money_per_day]').value = 1")
+        page.evaluate("document.querySelector('[name=\"each_key:_tokens_per_day\"]').value = 12345")
         confirm()
         page.wait("document.getElementById('tenants').innerText.includes('0.017 of 1')")
+        page.wait("document.getElementById('tenants').innerText.includes(' of 12,345')")
         assert ask() == 200
         type_into(page, "find-tenant", "OPER")
         page.wait("!document.getElementById('tenants').innerText.includes('acme')")
@@ -264,7 +281,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.wait("document.getElementById('beside').innerText.includes('None.')")
         page.press("Escape", 27)
         with asking(server, LONG | {"model": MARKUP}, acme):
-            page.wait("document.querySelector('#running tbody').innerText.includes('acme') && " + CANCEL)
+            page.wait("Number(document.querySelector('#running tbody tr').cells[6]?.textContent) > 17 && " + CANCEL)
         page.wait("document.querySelector('#ended tbody').innerText.includes('request_cancelled')")
         page.wait("Number(document.getElementById('moment').max) > 0")
         page.evaluate("document.getElementById('moment').focus()")
@@ -276,7 +293,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.evaluate("document.getElementById('moment').blur()")
         page.wait("document.getElementById('seen').textContent === 'now'")
         type_into(page, "search", "ACME")
-        page.wait("document.getElementById('num-ended').textContent === '4 of 4'")
+        page.wait("document.getElementById('num-ended').textContent === '5 of 5'")
         type_into(page, "search", "x")
         page.wait("document.getElementById('ended').innerText.includes('None is like that.')")
         page.look_like(390, "dark")
@@ -320,9 +337,11 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         page.press("Enter", 13, "\r")
         page.wait("document.querySelectorAll('#chat-choices .token').length > 20")
         told("chat-told", "/tokens, [0-9.]+ tokens\\/s/.test(text)")
+        assert page.evaluate("document.getElementById('chat-told').ariaLive") == "off"  # a number a token
         page.evaluate("document.getElementById('chat-stop').focus()")
         page.press("Enter", 13, "\r")
         told("chat-told", "text.startsWith('Stopped after')")
+        assert page.evaluate("document.getElementById('chat-told').ariaLive") is None
         told("chat-stages", "text.includes('prefill') && text.includes('settle')")
 
         parameter("max_tokens", "24")
@@ -372,10 +391,29 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         page.evaluate("document.getElementById('chat').requestSubmit()")
         told("chat-told", "text.includes('response_format')")
         page.failures.clear()  # that it was refused
+        assert page.evaluate("document.getElementById('chat-whole').textContent") == answer, "what was there stays"
+
+        parameter("response_format", "")
+        parameter("stop", answer[20:24])
+        page.evaluate("document.getElementById('chat').requestSubmit()")
+        told("chat-told", "text.includes('ended by stop')")
+        assert page.evaluate("document.getElementById('chat-whole').textContent") == answer[:20]
+        cut = "[...document.querySelectorAll('.token:not(.beyond)')].map((one) => one.textContent).join('')"
+        assert answer[:20].startswith(page.evaluate(cut))
+        assert page.evaluate("document.querySelector('.token.beyond') !== null")
+        page.evaluate("document.getElementById('chat-reply').click()")
+        assert page.evaluate("document.getElementById('chat-turns').innerText").endswith(f"Model: {answer[:20]}")
+        page.call("Input.insertText", text="And a KV cache?")
+        page.evaluate("document.getElementById('chat').requestSubmit()")
+        told("chat-told", "/^24 tokens, .* ended by length/.test(text)")
+        told("code", 'text.includes(\'"role": "assistant"\') && text.includes("And a KV cache?")')
+        page.evaluate("document.getElementById('chat-anew').click()")
+        told("code", 'text.includes("And a KV cache?") && text.includes("assistant") === false')
 
         page.evaluate("document.getElementById('to-tour').focus()")
         page.press("Enter", 13, "\r")
         page.wait("document.getElementById('tour').hidden === false")
+        told("tour-stages", "text.includes('core/kv_cache.py')")  # before any number is known
         page.evaluate("document.getElementById('tour-send').focus()")
         page.press("Enter", 13, "\r")
         told("tour-told", "/through 15 stages, in /.test(text)")
@@ -390,6 +428,59 @@ def test_a_visitor_asks_stops_and_forks_by_keyboard_runs_the_code_that_is_shown_
         page.look_like(390, "dark")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("[document.title, document.images.length].join()") == "steploop,0"
+        assert page.failures == []
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_the_keyboard_alone_leads_everywhere_and_a_reload_keeps_the_hour(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = spawn(model=None)
+    server.wait_ready()
+    times = "(document.getElementById('moment').focus(), document.getElementById('seen').textContent)"
+    with browsing(tmp_path) as page:
+        page.look_like(1280, "light")
+        page.call("Page.navigate", url=f"{server.url}/")
+        page.wait("Number(document.getElementById('moment').max) >= 1")
+        page.tab_to("#moment")
+        page.press("Home", 36)
+        page.wait("document.getElementById('seen').textContent !== 'now'")
+        first = page.evaluate(times)
+        page.call("Page.navigate", url=f"{server.url}/dashboard")
+        page.wait("Number(document.getElementById('moment').max) >= 1")
+        page.tab_to("#moment")
+        page.press("Home", 36)
+        page.wait("document.getElementById('seen').textContent !== 'now'")
+        assert page.evaluate(times) == first
+
+        page.tab_to("#to-playground", SHIFT)
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('chat-model').value !== ''")
+        page.tab_to("#chat-user")
+        page.press("Enter", 13, "\r", CTRL)
+        page.wait("document.getElementById('chat-told').innerText.includes('ended by')")
+        page.tab_to(".token")
+        page.press("ArrowRight", 39)
+        page.press("Enter", 13, "\r")
+        page.press("Enter", 13, "\r")
+        page.wait("document.querySelector('#chat-choices .given') !== null")
+        page.wait("document.getElementById('chat-told').innerText.includes('ended by')")
+        page.tab_to("#to-server", SHIFT)
+        page.press("Enter", 13, "\r")
+        page.tab_to("#ended button")
+        page.press("Enter", 13, "\r")
+        page.wait("!document.getElementById('why').hidden")
+        page.tab_to("#why")
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('verdict').textContent.includes('.')")
+        page.press("Escape", 27)
+        page.wait("document.activeElement.matches('#ended button')")
+        with asking(server, LONG | {"model": DEMO_NAME}):
+            page.wait("document.querySelector('#running button:not(.link)') !== null")
+            page.tab_to("#running button:not(.link)", SHIFT)
+            page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('told').innerText.includes('is cancelled')")
         assert page.failures == []
 
 
@@ -526,7 +617,7 @@ def views_of(page: Browser, spawn: Callable[..., ServerProcess], directory: Path
     yield "parameters"
     page.evaluate("location.hash = 'tour'")
     click("#tour-send")
-    page.wait("document.querySelectorAll('#tour-stages li').length === 15")
+    page.wait("document.querySelectorAll('#tour-stages .numbers').length === 15")
     page.evaluate("scrollTo(0, 0)")
     yield "tour"
     page.evaluate("document.getElementById('switch').value = 'overload'")
