@@ -60,8 +60,7 @@ class LayerInput:
 class OuterStreams:
     """Streams before the first layer, and behind the last."""
 
-    def __init__(self, config: StreamsConfig, weights: OuterStreamsWeights, operators: Operators) -> None:
-        self._active = config.active
+    def __init__(self, weights: OuterStreamsWeights, operators: Operators) -> None:
         self._spread: list[Linear] = [operators.linear(weight, None) for weight in weights.spread]
         self._joined: list[Linear] = [operators.linear(weight, None) for weight in weights.joined]
 

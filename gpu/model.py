@@ -141,7 +141,7 @@ class Model:
         if config.inputs is not None and weights.inputs is not None:
             self._inputs = MakeInputs(config.inputs, weights.inputs, operators)
         if config.streams is not None and weights.streams is not None:
-            self._streams = OuterStreams(config.streams, weights.streams, operators)
+            self._streams = OuterStreams(weights.streams, operators)
         layers = iter(weights.layers)
         self.layers = [_layer(config, next(layers), index, used, self.operators) for index in range(config.num_layers)]
         self.adapted = StepAdapters(operators.low_rank()) if takes_adapters else None

@@ -119,7 +119,7 @@ def _operation(path: str, method: str, route: Route, operation: Operation, schem
     in_query = [{"name": name, "in": "query", "schema": schema_of(one)} for name, one in operation.query.items()]
     shown = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
-        "tags": [_surface_of(path, route)],
+        "tags": [_surface_of(route)],
         "summary": operation.summary,
         "security": [{name: [str(route.scope.value)]} for name in _CREDENTIALS] if route.scope else [],
         "parameters": in_path + in_query,
@@ -128,7 +128,7 @@ def _operation(path: str, method: str, route: Route, operation: Operation, schem
     return shown if operation.body is None else shown | {"requestBody": _body(operation, schema_of)}
 
 
-def _surface_of(path: str, route: Route) -> str:
+def _surface_of(route: Route) -> str:
     if route.errors is not ollama.ERRORS and route.errors is not messages.ERRORS:
         if route.scope is Scope.ADMIN:
             return "Operators"

@@ -21,7 +21,6 @@ class StreamedOutput:
     def __init__(
         self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
     ) -> None:
-        self._call = call
         self._reply = surface.stream(call, context)
         self._media_type = surface.media_type
         self._stream = stream

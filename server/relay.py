@@ -190,7 +190,7 @@ class Relay:
             name = (asked.model or settings.name).removesuffix(ollama.LATEST)
             raise ollama.NothingAsked(name, is_chat, asked.keep_alive)
         texts, num_tokens = checked_prompt(fields, tenant)
-        call, num_prompts, num_computed = self._call(asked, fields, passage, tenant)
+        call, num_prompts, num_computed = self._call(asked, fields, passage)
         shown_fields = fields.pop("response_fields", None) if passage.form == "parts" and not call.is_stream else None
         if call.is_stream and passage.form == "chunks":
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
@@ -229,9 +229,7 @@ class Relay:
         except ServiceError:
             return None
 
-    def _call(
-        self, asked: Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant
-    ) -> tuple[GenerationCall, int, int]:
+    def _call(self, asked: Asked, fields: dict[str, Any], passage: Passage) -> tuple[GenerationCall, int, int]:
         """And how many prompts it has, and how many answers are computed."""
         prompt, num_prompts = fields.get("prompt"), 1
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):

@@ -25,7 +25,6 @@ from server.api.fields import (
 )
 from server.api.known_fields import rules_of
 from server.api.replies import (
-    LOWEST_LOGPROB,
     ChunkStream,
     Envelope,
     PartialUsage,
@@ -238,7 +237,7 @@ def _top_by_text(token: TokenLogprobs, texts: _Texts) -> dict[str, float]:
     """Text -> logprob, likeliest first, the token itself included. Of ids with the same text the likeliest counts."""
     result: dict[str, float] = {}
     for token_id, logprob in token.top:
-        result.setdefault(texts[token_id], logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB)
+        result.setdefault(texts[token_id], finite(logprob))
     result.setdefault(texts[token.token_id], finite(token.logprob))
     return result
 

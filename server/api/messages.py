@@ -471,10 +471,9 @@ class MessageStream:
     Without tools and thoughts the one text block is open from the start.
     """
 
-    __slots__ = ("_blocks", "_call", "_context", "_stop", "_text_head")
+    __slots__ = ("_blocks", "_context", "_stop", "_text_head")
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
-        self._call = call
         self._context = context
         self._blocks = _Blocks(call, context)
         self._stop = dict(_NO_STOP)
