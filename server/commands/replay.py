@@ -20,14 +20,9 @@ from server.observing.recorder import REPLAY_HEADER, RecordedRequest, read_recor
 DIFFERS = 1  # the exit code
 NAMES = {"model_digest": "model", "settings_digest": "settings", "version": "version"}
 DROPPED = ("deadlines", "response_fields")  # of a body: they may cut the answer, or hide what is compared
-# A body's field for the most tokens, by path: of a request that was cut off, so many are computed again
-MOST_TOKENS = {
-    "/v1/chat/completions": "max_tokens",
-    "/v1/completions": "max_tokens",
-    "/v1/messages": "max_tokens",
-    "/v1/responses": "max_output_tokens",
-}
-ALSO_MOST_TOKENS = "max_completion_tokens"
+# A body's fields for the most tokens, the first of which most surfaces have: of a request that was cut off, so many are
+# computed again
+MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
 
 
 class Incomparable(Exception):
@@ -105,9 +100,8 @@ def _told_of(client: ChatClient, record: RecordedRequest, recorded_body: str) ->
     if record.seed is not None and "seed" not in (body.get("options") or {}):
         body["seed"] = record.seed
     body["timings"] = {"tokens": True}
-    if record.was_cut and (name := MOST_TOKENS.get(record.path)) is not None:
-        name = ALSO_MOST_TOKENS if ALSO_MOST_TOKENS in body else name
-        body[name] = max(1, *record.num_tokens)
+    if record.was_cut and not record.path.startswith("/api/"):
+        body[next((name for name in MOST_TOKENS if name in body), MOST_TOKENS[0])] = max(1, *record.num_tokens)
     with ExitStack() as stack:
         response = stack.enter_context(client.exchange("POST", record.path, body))
         answer = response.read().decode(errors="replace")

@@ -42,6 +42,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 MESSAGES = [{"role": "user", "content": "step"}]
 SAID: list[str] = []
 MARK = f"{REPLAY_HEADER}: 1"
+LATE = {"model": "small", "messages": MESSAGES, "n_predict": 100, "ignore_eos": True, "deadlines": {"total_ms": 300}}
 LEFT = "left"  # the client leaves in mid-stream
 CASES: dict[str, bytes] = {
     "sampled": chat(temperature=1.5, seed=None),
@@ -55,7 +56,7 @@ CASES: dict[str, bytes] = {
     "messages": request("POST", "/v1/messages", {"model": "small", "max_tokens": 9, "messages": MESSAGES, **STREAM}),
     "responses": request("POST", "/v1/responses", {"model": "small", "max_output_tokens": 9, "input": "step"}),
     "ollama": request("POST", "/api/chat", {"model": "small", "messages": MESSAGES, "options": {"num_predict": 9}}),
-    "late": chat(max_tokens=100, deadlines={"total_ms": 300}),
+    "late": request("POST", "/v1/chat/completions", LATE),
     LEFT: completion(max_tokens=90, **STREAM),
 }
 
