@@ -423,8 +423,13 @@ class Sampler:
         """Returns: token ids, and whether the logits are finite."""
         if self._called is not None:
             return self._called(logits, slots, positions, masked)
-        is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
         allowed = logits if masked is None else self._allowed(logits, masked)
+        if self.can_launch(slots):
+            kernel = self.launched
+            assert kernel is not None
+            kernel.launch(allowed, to_device(np.stack([slots, positions]), self._device))
+            return kernel.token_ids[: len(slots)], kernel.is_finite[: len(slots)]
+        is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
         return self._sample_rows(allowed, slots, positions), is_finite
 
     def _sample_in_turn(

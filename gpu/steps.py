@@ -16,9 +16,10 @@ Padding rows and tokens attend to nothing, sample nothing, and write to the padd
 read on the device too: attention's grid has room for as many tiles as the shape's tokens can fill, and unused tiles end
 at once. Attention leaves undefined numbers for padding tokens, which stay in their own rows.
 
-Steps without graphs: those that return logprobs or vectors of prompts, those with rows that have adapters, and those
-with settings that the sampling kernel does not support, such as too many biases: torch samples these. The kernel
-handles all usual settings in one form: no request makes it compile or capture anything.
+Steps without graphs: those that return logprobs or vectors of prompts, and those with rows that have adapters. Where a
+row waits for a grammar's mask, a graph computes the logits, and the sampling kernel is launched behind the masks; torch
+samples settings that the kernel does not support, such as too many biases. The kernel handles all usual settings in one
+form: no request makes it compile or capture anything.
 """
 
 from dataclasses import dataclass, replace
@@ -218,8 +219,12 @@ def inputs_in(piece: Tensor, shape: StepShape, num_asked: int) -> StepInputs:
     return StepInputs(slots, ends, offsets, asked, sampled.view(2, -1), tokens.view(3, -1))
 
 
-def pack(layout: StepLayout | None, shape: StepShape, num_asked: int) -> Int32Array:
-    """StepInputs in one piece, padded to a shape; without a layout, padding only."""
+def pack(layout: StepLayout | None, shape: StepShape, num_asked: int, samples: bool = True) -> Int32Array:
+    """StepInputs in one piece, padded to a shape; without a layout, padding only.
+
+    Args:
+        samples: the step samples; otherwise its rows are padding to the sampling kernel, which graphs launch.
+    """
     sizes, num_decodes = part_sizes(shape, num_asked), shape.num_decodes
     piece = np.full(sum(sizes), NO_SLOT, dtype=np.int32)
     parts = (piece[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
@@ -240,7 +245,8 @@ def pack(layout: StepLayout | None, shape: StepShape, num_asked: int) -> Int32Ar
         offsets[num_decodes + 1 : num_decodes + 1 + rows - own] = num_decodes + np.cumsum(layout.lengths)
     if layout.asked is not None:
         asked[: len(layout.asked)] = np.where(layout.asked < own, layout.asked, layout.asked + (num_decodes - own))
-    sampled[:, : len(layout.sampled.rows)] = layout.sampled.slots, layout.sampled.positions
+    if samples:
+        sampled[:, : len(layout.sampled.rows)] = layout.sampled.slots, layout.sampled.positions
     return piece
 
 
@@ -336,13 +342,12 @@ class Steps:
         samples = self._samples and is_free and self._sampler.can_launch(layout.sampled.slots)
         adapted = self._adapters.rows_of(layout.tokens[0], layout.asked)
         is_usual = not (plan.prompt_targets or plan.pooled_rows or wants_all or adapted)
-        may_pad = is_usual and (samples or self._sampler.launched is None)
-        padded = self.graphs.of(layout.shape) if may_pad else None
+        padded = self.graphs.of(layout.shape) if is_usual else None
         num_asked = 0 if layout.asked is None else len(layout.asked)
         if padded is not None:
             self.graphs.prepare(padded)
             num_asked = _num_asked(padded)
-        self._bring_up(plan, pack(layout, padded or layout.shape, num_asked))
+        self._bring_up(plan, pack(layout, padded or layout.shape, num_asked, samples))
         num_logits = layout.shape.num_tokens if wants_all else len(layout.sampled.rows)
         logits = self._inputs[:0] if self._logits is None or wants_all else self._logits[:num_logits]
         step = SentStep(layout.sampled, logits, samples, plan.masked_rows)
