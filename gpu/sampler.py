@@ -424,9 +424,7 @@ class Sampler:
         if self._called is not None:
             return self._called(logits, slots, positions, masked)
         allowed = logits if masked is None else self._allowed(logits, masked)
-        if self.can_launch(slots):
-            kernel = self.launched
-            assert kernel is not None
+        if (kernel := self.launched) is not None and kernel.can_sample(slots):
             kernel.launch(allowed, to_device(np.stack([slots, positions]), self._device))
             return kernel.token_ids[: len(slots)], kernel.is_finite[: len(slots)]
         is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one

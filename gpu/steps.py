@@ -222,8 +222,7 @@ def inputs_in(piece: Tensor, shape: StepShape, num_asked: int) -> StepInputs:
 def pack(layout: StepLayout | None, shape: StepShape, num_asked: int, samples: bool = True) -> Int32Array:
     """StepInputs in one piece, padded to a shape; without a layout, padding only.
 
-    Args:
-        samples: the step samples; otherwise its rows are padding to the sampling kernel, which graphs launch.
+    samples: by the kernel that the step launches, to which the rows are padding otherwise.
     """
     sizes, num_decodes = part_sizes(shape, num_asked), shape.num_decodes
     piece = np.full(sum(sizes), NO_SLOT, dtype=np.int32)
@@ -338,10 +337,11 @@ class Steps:
         layout = lay_out(plan, self.tables.num_prompt_tokens, self._are_own_alone, keeps)
         if wants_all:
             layout = replace(layout, asked=None)
-        is_free = not (wants_all or plan.masked_rows)
-        samples = self._samples and is_free and self._sampler.can_launch(layout.sampled.slots)
+        samples = self._samples and not (wants_all or plan.masked_rows)
+        samples = samples and self._sampler.can_launch(layout.sampled.slots)
         adapted = self._adapters.rows_of(layout.tokens[0], layout.asked)
         is_usual = not (plan.prompt_targets or plan.pooled_rows or wants_all or adapted)
+        is_usual &= layout.asked is None or layout.shape.num_prompts > 0  # graphs of decodes sample every row
         padded = self.graphs.of(layout.shape) if is_usual else None
         num_asked = 0 if layout.asked is None else len(layout.asked)
         if padded is not None:

@@ -192,6 +192,21 @@ def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(one_layer: Path, m
         assert sequence.output_ids == oracle.greedy(prompt, len(sequence.output_ids))
 
 
+def test_own_tokens_that_are_computed_again_in_rows_of_their_own_sample_once(one_layer: Path) -> None:
+    """As with --deterministic: a step of decodes of which the last of each sequence alone samples."""
+    sizes: dict[str, Any] = {"max_sequences": 8, "max_model_len": 64, "max_batch_tokens": 32}
+    driver = Driver(open_with(one_layer, dataclasses.replace(ENGINE, graphs="lazy", deterministic=True, **sizes)))
+    sequences = first, second = [driver.add(list(prompt)) for prompt in PROMPTS[:2]]
+    driver.generate(4, *sequences)
+    driver.preempt(first)
+    driver.step({first.slot: len(PROMPTS[0])}, first, second)
+    driver.step(None, second, first)
+    driver.step(None, first, second)
+    oracle = Oracle(one_layer)
+    for sequence, prompt, num in zip(sequences, PROMPTS, (6, 7), strict=False):
+        assert sequence.output_ids == oracle.greedy(list(prompt), num)
+
+
 def started(driver: Driver, prompts: tuple[list[int], ...], sampling: SamplingParams = GREEDY) -> list[DrivenSequence]:
     """Sequences that have drawn their first token."""
     sequences = [driver.add(list(prompt), sampling, seed=7) for prompt in prompts]
@@ -284,7 +299,7 @@ def test_a_graph_computes_the_logits_of_rows_that_wait_for_masks(
     one_layer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens and logprobs are those without graphs; what rows sample is counted once."""
-    asked = {"temperature": 1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "num_logprobs": 2}
+    asked: dict[str, Any] = {"temperature": 1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "num_logprobs": 2}
     told = []
     for graphs in ("off", "on"):
         runner = open_runner(one_layer, graphs)
