@@ -16,10 +16,9 @@ Padding rows and tokens attend to nothing, sample nothing, and write to the padd
 read on the device too: attention's grid has room for as many tiles as the shape's tokens can fill, and unused tiles end
 at once. Attention leaves undefined numbers for padding tokens, which stay in their own rows.
 
-Steps without graphs: those that return logprobs or vectors of prompts, and those with rows that have adapters. Where a
-row waits for a grammar's mask, a graph computes the logits, and the sampling kernel is launched behind the masks; torch
-samples settings that the kernel does not support, such as too many biases. The kernel handles all usual settings in one
-form: no request makes it compile or capture anything.
+Steps without graphs: those that return logprobs or vectors of prompts, and those with rows that have adapters. Behind
+masks of grammars the sampling kernel is launched by itself; torch samples settings that it does not support, such as
+too many biases. It handles all usual settings in one form: no request makes it compile or capture anything.
 """
 
 from dataclasses import dataclass, replace
@@ -79,8 +78,7 @@ class BlockTables:
 
     def of(self, slot: int) -> IntArray:
         """A slot's blocks, in order."""
-        table = self.blocks[slot]
-        found: IntArray = table[table != self.scratch_block]
+        found: IntArray = self.blocks[slot, self.blocks[slot] != self.scratch_block]
         return found
 
     def rows_of(self, layout: "StepLayout") -> HostRows:
@@ -220,10 +218,7 @@ def inputs_in(piece: Tensor, shape: StepShape, num_asked: int) -> StepInputs:
 
 
 def pack(layout: StepLayout | None, shape: StepShape, num_asked: int, samples: bool = True) -> Int32Array:
-    """StepInputs in one piece, padded to a shape; without a layout, padding only.
-
-    samples: by the kernel that the step launches, to which the rows are padding otherwise.
-    """
+    """StepInputs in one piece, padded to a shape: all of it without a layout, the rows that sample if not `samples`."""
     sizes, num_decodes = part_sizes(shape, num_asked), shape.num_decodes
     piece = np.full(sum(sizes), NO_SLOT, dtype=np.int32)
     parts = (piece[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
@@ -413,9 +408,8 @@ class Steps:
             hidden = hidden[: num_before or None]
         out = self._logits[:num_logits] if self._logits is not None and num_logits == len(step.logits) else None
         step.logits = self._model.logits(hidden[:num_logits], out)
-        if step.is_sampled:
-            assert self._sampler.launched is not None
-            self._sampler.launched.launch(step.logits, inputs.sampled)
+        if step.is_sampled and (kernel := self._sampler.launched) is not None:
+            kernel.launch(step.logits, inputs.sampled)
         if plan.prompt_targets:
             vocab_size = self._model.config.vocab_size
             num_targets = sum(len(one.token_ids) for one in plan.prompt_targets)
@@ -465,9 +459,8 @@ class Steps:
         if len(cleared):
             for tensor in self._cache.tensors:
                 self._rows.clear_blocks(tensor, cleared)
-        if started and len(started[0]):
-            assert self._sampler.launched is not None
-            self._sampler.launched.put_started(started)
+        if started and len(started[0]) and (kernel := self._sampler.launched) is not None:
+            kernel.put_started(started)
         self._inputs[: len(inputs)].copy_(inputs)
 
     def _pad(self, shape: StepShape) -> None:
