@@ -78,7 +78,8 @@ def block_map(pool: BlockPool, host: HostBlocks, running: Iterable[Sequence]) ->
         if sequence.is_paused:
             num_paused[sequence.table.blocks] += 1
         own = sequence.table.blocks[sequence.table.num_published :]
-        owners[own] = numbers.setdefault(sequence.tenant.name, len(numbers))
+        tenant = sequence.tenant.name.partition(" ")[0]  # behind a blank: its client's network
+        owners[own] = numbers.setdefault(tenant, len(numbers))
     states = np.where(num_held > 1, SHARED, np.where(num_held == 1, USED, np.where(owners > 0, CACHED, FREE)))
     states[(num_held > 0) & (num_paused >= num_held)] = PAUSED
     owners[states == FREE] = 0

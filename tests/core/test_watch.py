@@ -108,6 +108,11 @@ def test_whose_a_block_is_shows_the_tenant_and_no_salt() -> None:
     assert host
     assert {(state, name) for state, _, name in host} == {("offloaded", "a")}
     assert "s3cret" not in repr(found)
+    request = structs.replace(make_request("c", 22), cache_domain="tenant:local", tenant="local 127.0.0.1")
+    under_test.send(Submit(request))
+    under_test.step(1)
+    found = map_of(under_test)
+    assert {name for state, _, name in cells_of(found, found.cells) if state == "used"} == {"local"}
 
 
 def test_more_owners_than_a_cell_can_name_are_others() -> None:
