@@ -65,7 +65,7 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
         offset = found.end() - len(found[0].lstrip())
         word, place = source[offset : found.end()][:MAX_SHOWN], place_in(source, offset)
         why = "Send a schema by itself." if word == "%json" else "Leave it out."
-        raise InvalidRequest(f"{param}: {place}: {word!r} cannot be held: answers are text. {why}", param)
+        raise InvalidRequest(f"{param}: {place}: {word!r} cannot be used: answers are text. {why}", param)
     heads = [] if is_gbnf else [*_LARK_HEAD.finditer(blanked)]
     for name in endless(dict(_lark_rules(blanked, heads))):
         offset = next(head.start("name") for head in heads if head["name"] == name)

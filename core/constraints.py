@@ -185,7 +185,7 @@ class Allowance:
         self.num_bytes -= num_bytes
         if self.num_bytes < 0:
             size = f"{MAX_SOURCE_BYTES // 1024} KiB"
-            raise InvalidRequest(f"{param} is larger than {size}, written out with the schemas before it.", param)
+            raise InvalidRequest(f"The request's schemas, expanded, are larger than {size} at {param}.", param)
 
 
 def json_schema(schema: object, param: str, allowance: Allowance | None = None) -> GrammarSpec:
@@ -206,7 +206,7 @@ def json_schema(schema: object, param: str, allowance: Allowance | None = None) 
         _check_numbers(path, keyword, value, param)
         is_known = keyword in ANNOTATIONS | ENFORCED or (keyword == "uniqueItems" and value is False)
         if not is_known and not _EXTENSION.match(keyword):
-            message = f"{path} has the keyword {keyword!r}. It cannot be enforced. Leave it out."
+            message = f"{path} has the keyword {keyword!r}, which cannot be enforced. Leave it out."
             raise InvalidRequest(message, param)
         if keyword == "$ref" and not (isinstance(value, str) and _is_of_schemas(value)):
             message = (
@@ -279,7 +279,7 @@ def _check_repeats(pattern: str, path: str, param: str) -> None:
     for part in _REGEX_PARTS.finditer(pattern):
         text = part[0]
         if text == "\\":  # the library takes it for the end of a text
-            raise InvalidRequest(f"{path} cannot be used: {place_in(pattern, part.start())}: no escape.", param)
+            raise InvalidRequest(f"{path} is not valid: {place_in(pattern, part.start())}: incomplete escape.", param)
         if text == "(":
             sizes.append(0)
             last = 0
@@ -295,9 +295,8 @@ def _check_repeats(pattern: str, path: str, param: str) -> None:
             continue
         sizes[-1] += last
         if last > MAX_REPEATED:
-            counted = f"more than {MAX_REPEATED} characters, with its counts written out"
-            why = f"comes to {counted}, {place_in(pattern, part.start())}"
-            raise InvalidRequest(f"{path} {why}.", param)
+            why = f"is longer than {MAX_REPEATED} characters with its repetitions expanded"
+            raise InvalidRequest(f"{path} {why}, {place_in(pattern, part.start())}.", param)
 
 
 def choice(texts: Sequence[str], param: str) -> GrammarSpec:
@@ -388,7 +387,7 @@ def check_depth(schema: Any, param: str, allowance: Allowance) -> None:
     if num_patterns > MAX_PATTERN_PROPERTIES:
         raise InvalidRequest(f"{param} has more than {MAX_PATTERN_PROPERTIES} patternProperties.", param)
     if num_intersected > MAX_INTERSECTED:
-        message = f"{param} has more than {MAX_INTERSECTED} schemas in allOf, or with a pattern beside $ref."
+        message = f"{param} has more than {MAX_INTERSECTED} schemas with allOf, or with a pattern beside $ref."
         raise InvalidRequest(message, param)
     seen: dict[str, int] = {}  # the level at which a reference was followed last
 
@@ -399,9 +398,13 @@ def check_depth(schema: Any, param: str, allowance: Allowance) -> None:
         """
         allowance.num_parts -= 1
         if level > MAX_TOTAL_DEPTH:
-            raise InvalidRequest(f"{param} is nested deeper than {MAX_TOTAL_DEPTH} levels, references followed.", param)
+            message = f"{param} is nested deeper than {MAX_TOTAL_DEPTH} levels when its references are followed."
+            raise InvalidRequest(message, param)
         if allowance.num_parts < 0:
-            message = f"{param} and the schemas before it have more than {MAX_FOLLOWED} parts, references followed."
+            message = (
+                f"The request's schemas up to {param} have more than {MAX_FOLLOWED} parts when their references are"
+                " followed."
+            )
             raise InvalidRequest(message, param)
         if isinstance(one, list):
             for item in one:
@@ -440,9 +443,7 @@ def check_answerable(schema: Any, param: str, allowance: Allowance, most_charact
     if found.num_characters == math.inf:
         raise InvalidRequest(f"{found.path} cannot be satisfied: {found.why}. Correct the schema.", param)
     if found.num_characters > most_characters:
-        why = (
-            f"Its shortest answer is longer than the {most_characters:.6g} characters that this model's tokens can hold"
-        )
+        why = f"Its shortest answer has more than the {most_characters:.6g} characters that fit into the context"
         raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {why}.", param)
 
 
@@ -504,7 +505,7 @@ def _check_numbers(path: str, keyword: str, value: Any, param: str) -> None:
     while unseen:
         one = unseen.pop()
         if isinstance(one, int | float) and abs(one) > MAX_WHOLE:
-            raise InvalidRequest(f"{path}.{keyword} is beyond 2**53, and cannot be held.", param)
+            raise InvalidRequest(f"{path}.{keyword} is beyond 2**53, and cannot be enforced exactly.", param)
         unseen += one if isinstance(one, list) else one.values() if isinstance(one, dict) else ()
 
 
@@ -569,7 +570,7 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     low, high = schema.get("minimum", least), schema.get("maximum", most)
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
     if (least != () or most != ()) and is_close:
-        raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
+        raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be enforced.", param)
     properties, required = schema.get("properties", {}), set(schema.get("required", ()))
     if len(properties.keys() - required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
@@ -579,14 +580,16 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
         num_subsets = 2 ** (len(properties) - len(required))
         if not is_closed or schema.keys() - known - ANNOTATIONS or num_subsets > MAX_SUBSETS:
             message = (
-                f"{path}.minProperties and .maxProperties are held where at most 7 properties are optional, no other"
+                f"{path}.minProperties and .maxProperties can be enforced only with type object, no other names"
+                " (additionalProperties: false) and at most 7 optional properties."
             )
-            raise InvalidRequest(
-                f"{message} names are allowed (additionalProperties: false), and type is object.", param
-            )
+            raise InvalidRequest(message, param)
         return
     if schema.get("minProperties", 0) > max(1, len(required)):
-        message = f"{path}.minProperties is more than what is required: it cannot be held, as keys may repeat."
+        message = (
+            f"{path}.minProperties is more than the number of required properties. It cannot be enforced, because keys"
+            " may repeat. Lower it, or add names to required."
+        )
         raise InvalidRequest(message, param)
 
 
@@ -710,8 +713,11 @@ def _named(schema: Mapping[str, Any], given: Any, param: str, root: Mapping[str,
             }
     found = keywords_of(root, param)
     path = next(path for path, keyword, value in found if keyword == "propertyNames" and value is given)
-    message = f"{path}.propertyNames is held where it is an enum, a const, a pattern or a format, and no other keyword"
-    raise InvalidRequest(f"{message} says which or how many names there are.", param)
+    message = (
+        f"{path}.propertyNames can be enforced only as an enum, a const, a pattern or a format, and only if no other"
+        " keyword restricts the names or their number."
+    )
+    raise InvalidRequest(message, param)
 
 
 def _referred(schema: Any, root: Mapping[str, Any]) -> Any:

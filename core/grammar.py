@@ -454,7 +454,7 @@ def _schema_refusal(spec: GrammarSpec, error: str) -> str:
     if unknown:
         return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
     return (
-        f"{' or '.join(places[:3])} cannot be held, as more than one of its schemas may fit. Use anyOf, or give"
+        f"{' or '.join(places[:3])} cannot be enforced, as more than one of its schemas may fit. Use anyOf, or give"
         " each a required property with a constant of its own."
     )
 

@@ -172,7 +172,7 @@ def harmony_answers(
     start, channel, constrain, message, end, call_end = (f"<[{token_id}]>" for token_id in ids.values())
     for name, token_id in ids.items():
         if token_id is None or (token_id in eos_ids and name != "call"):
-            words = f"{param} cannot be held: <|{name}|> is no special token of this model, or ends its answers."
+            words = f"{param} cannot be enforced: <|{name}|> is not a special token of this model, or ends its answers."
             raise InvalidRequest(f"{words} Leave it out.", param, "unsupported_parameter")
     rules = []
     for i, tool in enumerate(tools):

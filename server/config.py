@@ -253,43 +253,43 @@ class ServerConfig:
         "let POST /v1/load_lora_adapter load adapters from below this directory (default: none are loaded by request)",
     )
     max_loras: int = _RARE_MODEL(
-        8, _count(1, 1024), "adapters in memory at once; each has room for --max-lora-rank, with --lora or --lora-dir"
+        8, _count(1, 1024), "adapters in memory at once, with --lora or --lora-dir; each takes room for --max-lora-rank"
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
     pooling: str | None = _RARE_MODEL(
         None,
         _Kind(choice_of(*POOLINGS), "HOW"),
-        "make embeddings of a chat model's last hidden states, too: of the last token, or the mean of all tokens"
-        " (default: what the model's own files say)",
+        "also make embeddings from a chat model's last hidden states: the last token's, or the mean of all tokens"
+        " (default: as the model's files say)",
     )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
     tool_format: str = _RARE_MODEL(
         ANY_FORMAT,
         _Kind(choice_of(ANY_FORMAT, *FORMATS, HARMONY), "NAME"),
-        f"how the model writes calls of tools: {ANY_FORMAT} finds it in the chat template; {', '.join(FORMATS)} or"
+        f"how the model writes tool calls: {ANY_FORMAT} detects it from the chat template; {', '.join(FORMATS)} or"
         f" {HARMONY}",
     )
     max_model_len: int | None = _MODEL(
         None,
         _count(16, 10_000_000, "TOKENS"),
-        "context length: prompt and answer of a sequence together (default: the model's own)",
+        "context length: tokens of prompt and answer together (default: the model's own)",
     )
     models_dir: Path | None = _MODEL(
         None,
         _Kind(existing_directory, "DIR"),
-        "serve each model in this directory, or two levels below it, under its name there, and the embedded one no"
-        " more: each is started when it is asked for",
+        "serve each model in this directory, or up to two levels below it, by its name there, instead of the embedded"
+        " one; each starts when a request first names it",
     )
     models_memory_bytes: int | None = _RARE_MODEL(
         None,
         _size(KiB, 2**50),
-        "memory for the models that are started when they are asked for, together: the one that was used least lately"
-        " gives way (default: what is free at the first start of one)",
+        "total memory of the models that start on request; the least recently used one is stopped to make room"
+        " (default: what is free when the first one starts)",
     )
     keep_alive_s: float = _RARE_MODEL(
         300.0,
         _Kind(keep_alive_value, "TIME", lambda value: "-1" if value == float("inf") else format_duration(value)),
-        "how long such a model stays after its last request; 0: it ends at once; -1: it always stays",
+        "how long such a model stays loaded after its last request; 0: stop at once; -1: never stop",
     )
     allow_special_in_content: bool = _RARE_MODEL.switch(
         "let messages contain control tokens such as <|im_start|>: their authors can then forge any turn"
@@ -310,98 +310,98 @@ class ServerConfig:
     quantize: str | None = _ENGINE(
         None,
         _Kind(choice_of(*QUANTIZE_SCHEMES), "SCHEME"),
-        "quantize the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as"
-        " they are. int4 is for few sequences at once. steploop doctor --quality measures what it costs",
+        "quantize the layers' weights to int8, fp8 (for GPUs) or int4 while they load, but not the embedding and head."
+        " int4 suits few sequences at once. steploop doctor --quality measures the loss of quality",
     )
     activations: str = _ENGINE(
         "auto",
         _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
-        "matrices of GGUF's formats, int8 and int4 on a CPU: int8 multiplies them as stored, with rows in 8 bits;"
-        " bf16 turns a file's into the serving format while they load, and others at every step; auto is int8 where the"
-        " CPU has the instructions",
+        "how a CPU multiplies quantized weights (GGUF, int8, int4): int8 quantizes activations to 8 bits and multiplies"
+        " the weights as stored; bf16 dequantizes the weights, a GGUF file's while they load, others at every step;"
+        " auto is int8 where the CPU has the instructions",
     )
     kv_memory_bytes: int | None = _ENGINE(
-        None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
+        None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: chosen from the free memory)"
     )
     kv_dtype: str = _ENGINE(
         "auto",
         _Kind(choice_of("auto", "int8"), "TYPE"),
-        "how keys and values are stored on a CPU: int8, with a scale for each head of a token, takes half of bf16's"
-        " memory, and less time to read; auto is the serving format",
+        "format of the KV cache on a CPU: int8, with a scale for each token and head, takes half the memory of bf16"
+        " and less time to read; auto is that of --dtype",
     )
     kv_offload_bytes: int = _ENGINE(
         0,
         _size(0, 2**44),
-        "host memory for cached prompts that the KV cache evicts, such as 8GiB; they are copied back where that is"
-        " faster than computing them again (default: none)",
+        "host memory for prefixes that the KV cache evicts, such as 8GiB; they are copied back where that is faster"
+        " than recomputing them (default: none)",
         name="kv-offload-memory",
     )
     kv_offload_dir: Path | None = _ENGINE(
         None,
         _Kind(directory_value, "DIR"),
-        "directory that keeps the prompts of --kv-offload-memory over a restart, in files that only their owner can"
-        " read; for this server alone (default: nothing is kept)",
+        "directory that keeps the prefixes of --kv-offload-memory across restarts, in files that only their owner can"
+        " read; for this server alone (default: none are kept)",
     )
-    max_batch_tokens: int = _ENGINE(512, _count(16, 1_000_000, "TOKENS"), "tokens of one step")
+    max_batch_tokens: int = _ENGINE(512, _count(16, 1_000_000, "TOKENS"), "tokens computed in one step")
     max_sequences: int = _ENGINE(64, _count(1, 65_536), "sequences that run at once")
     inter_token_target: float = _ENGINE(
         INTER_TOKEN_TARGET,
         _Kind(factor_or_none(1.05, 1000), "FACTOR"),
-        "by what factor prompts may lengthen a step of running streams: less is smoother, more finishes prompts"
-        " sooner; 0: no bound",
+        "how much longer prefill may make a decode step: lower streams more smoothly, higher finishes prompts sooner;"
+        " 0: no bound",
     )
     tensor_parallel: int = _ENGINE(
-        1, _count(1, 64), "GPUs of this machine that share the model, a process for each (with --device cpu: processes)"
+        1, _count(1, 64), "GPUs of this machine that share the model, one process each (with --device cpu: processes)"
     )
     threads: int | None = _ENGINE(
-        None, _count(1, 4096), "compute threads on a CPU (default: measured, by the tokens of a step)"
+        None, _count(1, 4096), "compute threads on a CPU (default: measured, for each size of step)"
     )
     forced_tokens: str = _RARE_ENGINE(
         "on",
         _Kind(choice_of("on", "off"), "MODE"),
-        "where a schema or grammar leaves one way to go on, append that text as the tokenizer writes it, many tokens a"
-        " step; off: the same tokens, one a step",
+        "where a schema or grammar allows only one continuation, append its tokens in one step instead of one per step;"
+        " off: the same tokens, one per step",
     )
     speculation: str = _ENGINE(
         "auto",
         _Kind(choice_of("auto", "off"), "MODE"),
-        "where an answer repeats earlier text, compute a guess of how it goes on with the next token: auto does so"
-        " where it saves time, on a CPU. The tokens are the same",
+        "speculative decoding by prompt lookup, where an answer repeats earlier text: auto uses it where it saves time,"
+        " on a CPU. The tokens stay the same",
     )
     draft: Path | HubId | None = _RARE_ENGINE(
         None,
         _Kind(model_source, "MODEL"),
-        "a smaller model of the same vocabulary, which guesses where no earlier text does: directory, GGUF file or"
-        " org/name, on a CPU. The tokens are the same",
+        "draft model for speculative decoding, where prompt lookup finds nothing: a smaller model of the same"
+        " vocabulary, as directory, GGUF file or org/name; on a CPU. The tokens stay the same",
     )
     overlap: str = _RARE_ENGINE(
         "auto",
         _Kind(choice_of("auto", "on", "off"), "MODE"),
-        "launch the next step before the tokens of this one are read: auto does so on a GPU. The tokens are the same",
+        "launch the next step before this one's tokens are read: auto does so on a GPU. The tokens stay the same",
     )
     graphs: str = _RARE_ENGINE(
         "auto",
         _Kind(choice_of("auto", "on", "off", "lazy"), "MODE"),
-        "launch decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner,"
-        " captures each when it is first needed. The tokens are the same",
+        "launch decode steps as CUDA graphs: auto captures them at start on a GPU; lazy captures each at first use, and"
+        " starts sooner. The tokens stay the same",
     )
     deterministic: bool = _RARE_ENGINE.switch(
-        "promise the same bits for the same request and seed, whatever else is computed: check the model's matmuls at"
-        " start; on a GPU, multiply by kernels of fixed tiles. What cannot keep it is refused by name"
+        "the same request and seed give bit-identical results, whatever else is in the batch: checks the model's"
+        " matmuls at start, and on a GPU uses kernels of fixed tiles. Refuses settings that cannot keep this"
     )
     no_prefix_cache: bool = _RARE_ENGINE.switch(
-        "compute every prompt whole, even if an earlier one began with the same tokens"
+        "compute every prompt whole, even if its prefix is the same as an earlier one's"
     )
     kv_offload_dir_bytes: int | None = _RARE_ENGINE(
         None,
         _size(KiB, 2**50),
-        "most that the files of --kv-offload-dir take (default: as much as --kv-offload-memory)",
+        "maximum size of the files of --kv-offload-dir (default: as --kv-offload-memory)",
         name="kv-offload-dir-bytes",
     )
     quantize_cache_bytes: int = _RARE_ENGINE(
         32 * GiB,
         _size(0, 2**50),
-        "most that ~/.cache/steploop takes of quantized weights, for the next start; 0 keeps none",
+        "maximum size of the quantized weights that ~/.cache/steploop keeps for later starts; 0 keeps none",
     )
 
     # The file with the settings, and the logs.
@@ -426,9 +426,9 @@ class ServerConfig:
     port: int = _LISTENING(DEFAULT_PORT, _count(0, 65_535, "PORT"), "port to listen on; 0 takes a free one")
     binds: tuple[Bind, ...] = _LISTENING.several(
         _Kind(bind_value, "WHERE"),
-        "listen there, instead of on the default address and beside a --host or --port that is given: HOST:PORT,"
-        " [IPV6]:PORT, unix:PATH, or systemd:NAME for sockets that systemd passes (which are served in any case)."
-        " proxy: before it expects a PROXY protocol v2 header first; plain: leaves --tls-cert out",
+        "address to listen on, instead of the default one, in addition to any --host and --port: HOST:PORT,"
+        " [IPV6]:PORT, unix:PATH, or systemd:NAME for sockets that systemd passes (served in any case). The prefix"
+        " proxy: expects a PROXY protocol v2 header first; plain: serves without TLS despite --tls-cert",
         name="bind",
     )
     tls_cert: Path | None = _LISTENING(
@@ -438,7 +438,7 @@ class ServerConfig:
     tls_client_ca: Path | None = _LISTENING(
         None,
         _FILE,
-        "ask clients for certificates that these PEM certificates have signed; may hold revocation lists; read again"
+        "ask clients for certificates signed by these PEM certificates; the file may hold revocation lists; read again"
         " on SIGHUP",
     )
     tls_client_auth: str | None = _RARE_LISTENING(
@@ -448,7 +448,7 @@ class ServerConfig:
     )
     trusted_proxies: tuple[IpNetwork | str, ...] = _LISTENING.several(
         _Kind(proxy_value, "NETWORK"),
-        "proxies that may name the client's address; unix: everyone who connects to a Unix socket",
+        "proxies whose word for the client's address is trusted; unix: everyone who connects to a Unix socket",
     )
     forwarded_header: str = _LISTENING(
         X_FORWARDED_FOR,
@@ -456,10 +456,10 @@ class ServerConfig:
         f"header in which those proxies name the client: {X_FORWARDED_FOR}, {FORWARDED} or {NO_HEADER}",
     )
     allow: tuple[IpNetwork, ...] = _LISTENING.several(
-        _Kind(network_value, "NETWORK"), "serve clients of this network alone"
+        _Kind(network_value, "NETWORK"), "serve only clients from this network"
     )
     deny: tuple[IpNetwork, ...] = _LISTENING.several(
-        _Kind(network_value, "NETWORK"), "refuse clients of this network, allowed or not"
+        _Kind(network_value, "NETWORK"), "refuse clients from this network, even if --allow names them"
     )
     unix_mode: int = _RARE_LISTENING(
         DEFAULT_UNIX_MODE, _Kind(unix_mode_value, "MODE", format_unix_mode), "permissions of the files of Unix sockets"
@@ -467,39 +467,40 @@ class ServerConfig:
     agent_check: TcpAddress | None = _RARE_LISTENING(
         None,
         _Kind(tcp_address, "HOST:PORT"),
-        "answer haproxy's agent-check there: which part of its weight this server wants, by the wait that it expects",
+        "answer haproxy's agent-check there, with the share of its weight that this server can take at its current"
+        " expected wait",
     )
     kv_events: TcpAddress | None = _RARE_LISTENING(
         None,
         _Kind(tcp_address, "HOST:PORT"),
-        "publish there, by ZeroMQ and as vLLM does, which blocks of prompts are cached, with the token ids of"
-        " everybody's prompts and without authentication: let only the router reach it (needs the extra kv-events)",
+        "publish KV cache events there, over ZeroMQ in vLLM's format. They hold the token ids of everybody's prompts"
+        " and need no authentication: let only the router reach it (needs the extra kv-events)",
     )
     kv_events_replay: TcpAddress | None = _RARE_LISTENING(
-        None, _Kind(tcp_address, "HOST:PORT"), "answer there who has missed some of these, likewise"
+        None, _Kind(tcp_address, "HOST:PORT"), "resend missed KV cache events there; protect it likewise"
     )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
-        "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
-        " the requests. HTTP/2 by prior knowledge or ALPN needs no switch",
+        "let HTTP/1.1 clients upgrade to cleartext HTTP/2 (h2c). Do not use it behind a proxy, which would no longer"
+        " see the requests. HTTP/2 by prior knowledge or ALPN is always on",
     )
 
     # How clients say who they are.
 
     api_keys: tuple[str, ...] = _ACCESS.several(
         _Kind(secret_value, "KEY"),
-        "key that clients must show. Other users of the machine can read flags: prefer STEPLOOP_API_KEY (several:"
-        " with commas between)",
+        "key that clients must send. Other users of the machine can read flags: prefer STEPLOOP_API_KEY (several keys"
+        " separated by commas)",
         name="api-key",
         is_secret=True,
     )
     keys_file: Path | None = _ACCESS(
-        None, _NEW_FILE, "keys that steploop keys create, list and revoke manage; read at start and on SIGHUP"
+        None, _NEW_FILE, "file of keys, managed by steploop keys; read at start and on SIGHUP"
     )
     auth: tuple[str, ...] = _ACCESS(
         WAYS,
         _Kind(way_value, "WAY", ", ".join),
-        "credentials that clients may show, in the order in which they are looked for: key, jwt, certificate, or two"
-        " of one request as in certificate+key; may be repeated",
+        "credentials that clients may send, in the order in which they are checked: key, jwt, certificate, or two"
+        " required together, as in certificate+key; may be repeated",
         is_list=True,
     )
     jwks: Path | JwksUrl | None = _ACCESS(
@@ -508,9 +509,7 @@ class ServerConfig:
         "public keys of the JWT issuer, as a JSON Web Key Set: a file, read again on SIGHUP, or an https URL",
     )
     jwt_issuer: str | None = _ACCESS(None, _Kind(text_value, "TEXT"), "the iss that a JWT must have")
-    jwt_audience: str | None = _ACCESS(
-        None, _Kind(text_value, "TEXT"), "the aud that a JWT must have, perhaps among others"
-    )
+    jwt_audience: str | None = _ACCESS(None, _Kind(text_value, "TEXT"), "audience that a JWT's aud must contain")
     jwt_tenant_claim: str = _RARE_ACCESS(
         "tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]"
     )
@@ -518,15 +517,15 @@ class ServerConfig:
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
     metrics_without_key: bool = _RARE_ACCESS.switch(
-        "show /metrics, with tenants' names and usage, to everybody who reaches the port, for scrapers without a key"
+        "serve /metrics, with tenants' names and usage, to everybody who reaches the port, for scrapers without a key"
     )
     insecure: bool = _ACCESS.switch(
         "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates"
     )
     cors_origins: tuple[str, ...] = _ACCESS.several(
         _Kind(origin_value, "ORIGIN"),
-        "let pages of this origin, such as https://app.example.com, send requests from a browser; * for any, which"
-        " without keys serves every page that a user visits",
+        "let pages of this origin, such as https://app.example.com, send requests from a browser; * for any origin,"
+        " which without keys serves every page that a user visits",
         name="cors-origin",
     )
 
@@ -535,7 +534,7 @@ class ServerConfig:
     ledger: Path | None = _LEDGER(
         None,
         _NEW_FILE,
-        "record durably what each request used: steploop usage shows it, and a restart continues the day's quotas"
+        "record each request's usage durably: steploop usage shows it, and after a restart the day's quotas continue"
         " from it (default: nothing is recorded)",
     )
     ledger_keep_s: float = _RARE_LEDGER(
@@ -545,14 +544,14 @@ class ServerConfig:
     record: Path | None = _LEDGER(
         None,
         _Kind(directory_value, "DIR"),
-        "keep what repeats each request's answer (its seed, digests of model and settings) in files of this directory,"
-        " that only their owner can read; steploop replay runs them again",
+        "record what is needed to reproduce each answer (its seed, digests of model and settings) in files of this"
+        " directory, which only their owner can read; steploop replay runs them again",
     )
     record_bodies: bool = _RARE_LEDGER.switch(
-        "record the bodies of requests and the tokens of answers too, which a replay needs: they are what users wrote"
+        "also record request bodies and answers' tokens, which a replay needs; they contain what users wrote"
     )
     record_size_bytes: int = _RARE_LEDGER(
-        GiB, _size(64 * KiB, 2**50), "most that the files of --record take; the oldest are deleted", name="record-size"
+        GiB, _size(64 * KiB, 2**50), "maximum size of the files of --record; the oldest are deleted", name="record-size"
     )
     record_keep_s: float = _RARE_LEDGER(
         7 * DAY_S, _duration(60, 36_500 * DAY_S), "delete recorded requests that are older"
@@ -560,13 +559,13 @@ class ServerConfig:
     store_responses_s: float | None = _RARE_LEDGER(
         None,
         _duration(60, 3650 * DAY_S),
-        "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
-        " request says store: false; older ones are deleted (default: none are kept)",
+        "store responses of /v1/responses in the ledger for this long, for previous_response_id and GET and DELETE by"
+        " id, unless a request sends store: false (default: none are stored)",
     )
     store_responses_bytes: int = _RARE_LEDGER(
         GiB,
         _size(KiB, 2**50),
-        "room of stored responses; beyond it the tenant that has most of them loses its oldest",
+        "maximum size of stored responses; beyond it, the oldest of the tenant that has most are deleted",
         name="store-responses-size",
     )
 
@@ -575,11 +574,11 @@ class ServerConfig:
     files: Path | None = _RARE_FILES(
         None,
         _Kind(directory_value, "DIR"),
-        "serve /v1/files and /v1/batches, and keep the files there, in a directory of its own (default: they are not"
-        " served)",
+        "serve /v1/files and /v1/batches, and keep the files in this directory, used for nothing else (default: they"
+        " are not served)",
     )
     max_file_bytes: int = _RARE_FILES(100 * MiB, _size(KiB, 2 * GiB), "size of an uploaded file", name="max-file-size")
-    max_files: int = _RARE_FILES(1000, _count(1, 1_000_000), "files of one tenant, those that batches write included")
+    max_files: int = _RARE_FILES(1000, _count(1, 1_000_000), "files of one tenant, batches' output files included")
     max_files_bytes: int = _RARE_FILES(
         2 * GiB, _size(KiB, 2**50), "bytes of one tenant's files; beyond it uploads are refused", name="max-files-size"
     )
@@ -593,28 +592,28 @@ class ServerConfig:
     max_connections_per_address: int | None = _LIMITS(
         None,
         _count(1, 1_000_000),
-        "open connections of one client, IPv6 by its /64; behind trusted proxies: its requests in progress (default:"
-        " seven eighths of --max-connections)",
+        "open connections of one client address, or IPv6 /64; behind trusted proxies, its requests in progress"
+        " (default: seven eighths of --max-connections)",
     )
     max_queue: int = _LIMITS(1024, _count(1, 1_000_000), "requests that wait or run; more get 503")
     max_queue_tokens: int = _LIMITS(
-        1_000_000, _count(1, 10**12), "prompt tokens of requests without a first token; more get 503"
+        1_000_000, _count(1, 10**12), "prompt tokens of requests that wait for their first token; more get 503"
     )
     max_queue_bytes: int = _RARE_LIMITS(
         256 * MiB,
         _size(1, 2**50),
-        "bodies of requests that wait, are tokenized or run, together; more get 503",
+        "total size of the bodies of requests that wait, are tokenized or run; more get 503",
         name="max-queue-bytes",
     )
     ttft_deadline_s: float = _LIMITS(
         120.0,
         _duration(0.001, 604_800),
-        "time from a request's head to its first token, then 504; a request that cannot make it is refused at once",
+        "time from a request's head to its first token, then 504; a request that cannot meet it is refused at once",
     )
     inter_token_deadline_s: float = _LIMITS(
         30.0,
         _duration(0.001, 604_800),
-        "time from one token of an answer to the next, without pauses of a slow reader",
+        "time from one token of an answer to the next; pauses for a slow reader do not count",
     )
     total_deadline_s: float = _LIMITS(
         3600.0,
@@ -634,43 +633,44 @@ class ServerConfig:
         "head_s", _duration(0.1, 3600), "time for a request's head, from its first byte"
     )
     body_timeout_s: float = _RARE_LIMITS.limit(
-        "body_s", _duration(0.1, 3600), "time for a request's body; --min-body-rate adds to it"
+        "body_s", _duration(0.1, 3600), "time for a request's body, extended by --min-body-rate"
     )
 
     # What one connection may take: the table of docs/limits.md.
 
     handshake_timeout_s: float = _CONNECTION(
-        5.0, _duration(0.1, 3600), "time for a TLS handshake, from the accept, and for a PROXY header"
+        5.0, _duration(0.1, 3600), "time from accepting a connection to the end of its PROXY header and TLS handshake"
     )
     max_request_line_bytes: int = _CONNECTION.limit(
         "head.request_line_bytes", _size(64, MiB), "HTTP/1.1 request line; a longer one gets 414"
     )
     max_head_bytes: int = _CONNECTION.limit(
-        "head.head_bytes", _size(KiB, 128 * KiB), "request head, unpacked; a larger one gets 431"
+        "head.head_bytes", _size(KiB, 128 * KiB), "request head, decompressed; a larger one gets 431"
     )
     max_header_fields: int = _CONNECTION.limit(
-        "head.num_fields", _count(1, 10_000), "fields of a request head, cookie crumbs too; more get 431"
+        "head.num_fields", _count(1, 10_000), "fields of a request head, including cookie crumbs; more get 431"
     )
     min_body_rate: int = _CONNECTION.limit(
         "body_bytes_per_s",
         _size(1, MiB),
-        "bytes of a body that prolong --body-timeout by a second; slower bodies get 408",
+        "bytes of a body that extend --body-timeout by a second; slower bodies get 408",
     )
     min_read_rate: int = _CONNECTION.limit(
         "stall_bytes_per_s",
         _size(1, MiB),
-        "bytes per second that a client must read over --stall-timeout to keep its stream, unless it has read all",
+        "bytes per second that a client must read, averaged over --stall-timeout, to keep its stream, unless it has"
+        " read everything",
     )
     max_unsent_bytes: int = _CONNECTION.limit(
         "unsent_bytes",
         _size(4 * KiB, MiB),
-        "unread bytes of a stream, and as many again in the kernel, at which the stream pauses",
+        "unread bytes of a stream at which it pauses, not counting as many in the kernel's buffer",
     )
     max_requests_per_connection: int = _CONNECTION.limit(
-        "num_requests", _count(1, 10**9), "HTTP/1.1: closed after so many requests"
+        "num_requests", _count(1, 10**9), "HTTP/1.1: requests after which a connection is closed"
     )
     max_streams_per_connection: int = _CONNECTION.limit(
-        "num_streams", _count(1, 2**30 - 1), "HTTP/2: closed after so many streams"
+        "num_streams", _count(1, 2**30 - 1), "HTTP/2: streams after which a connection is closed"
     )
     max_concurrent_streams: int = _CONNECTION.limit(
         "http2.num_streams", _count(1, 65_536), "HTTP/2: open streams, as advertised; more are refused"
@@ -683,24 +683,24 @@ class ServerConfig:
     max_heads_bytes: int = _CONNECTION.limit(
         "http2.heads_bytes",
         _size(16 * KiB, 64 * MiB),
-        "HTTP/2: heads of the open requests together, with 100 bytes for each field; more are refused, but for a"
-        " single one",
+        "HTTP/2: total size of the heads of open requests, plus 100 bytes per field; more are refused, unless there is"
+        " only one",
     )
     max_frame_bytes: int = _CONNECTION.limit(
         "http2.frames.frame_bytes",
         _size(16 * KiB, MiB),
-        "HTTP/2: a frame, as advertised; a larger one ends the connection",
+        "HTTP/2: frame size, as advertised; a larger frame ends the connection",
     )
     max_header_block_bytes: int = _CONNECTION.limit(
         "http2.frames.header_block_bytes",
         _size(KiB, 4 * MiB),
-        "HTTP/2: request head, packed; a larger one ends the connection",
+        "HTTP/2: request head, compressed; a larger one ends the connection",
     )
     max_continuations: int = _CONNECTION.limit(
         "http2.frames.num_continuations", _count(0, 1024), "HTTP/2: CONTINUATION frames of a head"
     )
     max_resets: Rate = _CONNECTION.limit(
-        "http2.frames.resets", _rate(1), "HTTP/2: resets of streams, by the client or for its faults"
+        "http2.frames.resets", _rate(1), "HTTP/2: stream resets by the client or for its errors"
     )
     max_pings: Rate = _CONNECTION.limit("http2.frames.pings", _rate(1), "HTTP/2: PING frames")
     max_settings: Rate = _CONNECTION.limit("http2.frames.settings", _rate(_LEAST_SETTINGS), "HTTP/2: SETTINGS frames")
@@ -710,17 +710,18 @@ class ServerConfig:
     max_empty_frames: int = _CONNECTION.limit(
         "http2.frames.num_overhead_frames",
         _count(_LEAST_EMPTY_FRAMES, 1_000_000),
-        "almost empty frames, and HTTP/1.1 chunks, beyond what the content beside them allows",
+        "almost empty frames, and HTTP/1.1 chunks, beyond the allowance that content earns",
     )
     max_control_output_bytes: int = _CONNECTION.limit(
         "max_control_bytes",
         _size(64 * KiB, 64 * MiB),
-        "HTTP/2: unread answers to the client's frames; from a quarter of it on, the server stops reading",
+        "HTTP/2: replies to the client's frames that it has not read; from a quarter of this on, the server stops"
+        " reading",
     )
 
     # What one request may ask for.
 
-    max_choices: int = _ONE_REQUEST(_REQUEST.num_choices, _count(1, 1024), "n: answers to one prompt; more get 400")
+    max_choices: int = _ONE_REQUEST(_REQUEST.num_choices, _count(1, 1024), "n, answers to one prompt; more get 400")
     max_prompts: int = _ONE_REQUEST(_REQUEST.num_prompts, _count(1, 1024), "prompts of one completion; more get 400")
     max_inputs: int = _ONE_REQUEST(
         _REQUEST.num_inputs, _count(1, 65_536), "texts of one request for embeddings or scores; more get 400"
@@ -730,7 +731,7 @@ class ServerConfig:
         _REQUEST.num_logit_biases, _count(0, 100_000), "entries of logit_bias; more get 400"
     )
     max_top_logprobs: int = _ONE_REQUEST(
-        _REQUEST.num_top_logprobs, _count(0, 128), "top_logprobs: alternatives to a token; more get 400"
+        _REQUEST.num_top_logprobs, _count(0, 128), "top_logprobs, alternatives to a token; more get 400"
     )
 
     # Tables of the TOML file, the only place where they can stand.
@@ -843,7 +844,7 @@ class ServerConfig:
         for bind in self.binds:
             kinds = _kinds(bind.address, passed)
             if bind.takes_proxy and not (trusted and kinds <= trusted):
-                cause = f"the bind proxy:{bind.address} takes trusted proxies only, and none that can reach it is named"
+                cause = f"--bind proxy:{bind.address} accepts only trusted proxies, and none that can reach it is named"
                 raise StartupError(cause, f"--trusted-proxies {_sample_proxy(kinds)}", ExitCode.CONFIGURATION)
         is_given = any(name in ("host", "port") for name, _ in self.origins)
         if not is_given and (self.binds or passed):
@@ -879,28 +880,28 @@ class ServerConfig:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
             found.append((cause, "leave one of them out"))
         if self.record_bodies and self.record is None:
-            found.append(("--record-bodies adds to what --record keeps, which is nothing", "--record DIR"))
+            found.append(("--record-bodies needs --record beside it", "--record DIR"))
         if self.deterministic and self.tensor_parallel > 1:
-            cause = "--deterministic cannot be kept by several devices: they add their sums in an order of their own"
+            cause = "--deterministic needs a single device: several do not add up their sums in a fixed order"
             found.append((cause, "leave one of them out"))
         if self.kv_offload_dir is not None and not self.kv_offload_bytes:
-            cause = "--kv-offload-dir keeps what is in --kv-offload-memory, which is 0"
-            found.append((cause, "--kv-offload-memory 1GiB, or as much as is to be kept"))
+            cause = "--kv-offload-dir stores the contents of --kv-offload-memory, which is 0"
+            found.append((cause, "--kv-offload-memory 1GiB, or as much as you want to keep"))
         if len(self.loras) > self.max_loras:
             cause = f"--lora names {len(self.loras)} adapters, and --max-loras {self.max_loras} has no room for them"
             found.append((cause, f"--max-loras {len(self.loras)}"))
         if self.draft is not None and (self.speculation == "off" or self.tensor_parallel > 1):
             other = "--speculation off" if self.speculation == "off" else f"--tensor-parallel {self.tensor_parallel}"
-            found.append((f"--draft and {other}: no drafts are computed", "leave one of them out"))
+            found.append((f"--draft has no effect with {other}", "leave one of them out"))
         if self.tensor_parallel > 1:
             asked = f"--tensor-parallel {self.tensor_parallel}"
             if self.graphs in ("on", "lazy"):
-                cause = f"--graphs {self.graphs} and {asked}: ranks send steps without CUDA graphs"
+                cause = f"--graphs {self.graphs} does not work with {asked}: its steps run without CUDA graphs"
                 found.append((cause, "leave --graphs out"))
             if self.takes_adapters:
-                found.append((f"LoRA adapters and {asked}: ranks share no adapters", "leave one of them out"))
+                found.append((f"LoRA adapters do not work with {asked}", "leave one of them out"))
             if self.kv_offload_bytes:
-                cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values in host memory"
+                cause = f"--kv-offload-memory does not work with {asked}"
                 found.append((cause, "leave one of them out"))
         return found
 

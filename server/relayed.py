@@ -131,8 +131,8 @@ def checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], i
     rules = rule_book(tenant.text_rules)
     if rules.on_answer:
         message = (
-            "Text rules of your tenant hold for answers, which this model's server cannot be held to."
-            " Use a model of this server itself, or ask the operator."
+            "Your tenant has text rules for answers. They cannot be enforced on this model, which another server runs."
+            " Use another model, or ask the operator."
         )
         raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
     all_texts, num_ids = list[str](), 0

@@ -69,7 +69,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     best_of = num_sequences if wire.best_of is None else wire.best_of
     check_range("best_of", best_of, num_sequences, max(num_sequences, defaults.limits.num_choices))
     if wire.suffix and wire.echo:
-        raise InvalidRequest("echo cannot show a prompt with a suffix. Leave one of them out.", "suffix")
+        raise InvalidRequest("echo cannot be combined with suffix. Leave one of them out.", "suffix")
     prompts = _prompts(wire, defaults)
     if len(prompts) * best_of > MAX_ANSWERS:
         message = f"{len(prompts)} prompts with n answers each must be at most {MAX_ANSWERS} answers. Send fewer."
@@ -94,7 +94,7 @@ def _prompts(wire: CompletionBody, defaults: GenerationDefaults) -> tuple[Prompt
     if isinstance(prompt, str):
         return (TextPrompt(prompt, adds_special_tokens, wire.suffix or None),)
     if wire.suffix:
-        raise InvalidRequest("suffix needs one text as the prompt.", "suffix")
+        raise InvalidRequest("suffix needs a prompt that is one string.", "suffix")
     if not prompt:
         raise InvalidRequest("prompt is empty: send text or token ids.", "prompt")
     if all(isinstance(item, int) for item in prompt):

@@ -182,7 +182,7 @@ def page_behind(
     if after is not None:
         start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), 0)
         if not start:
-            raise InvalidRequest(f"{param} is no id of this list: {after[:100]!r}.", param)
+            raise InvalidRequest(f"{param} is not an id of this list: {after[:100]!r}.", param)
     return items[start : start + limit], start + limit < len(items)
 
 
@@ -336,7 +336,7 @@ def _bad_json(cause: str) -> InvalidRequest:
 
 
 def _too_much(what: str) -> InvalidRequest:
-    return InvalidRequest(f"The body is more than the server reads: its JSON {what}.", code="json_too_large")
+    return InvalidRequest(f"The body is too complex: its JSON {what}.", code="json_too_large")
 
 
 def _drop_foreign_tools(fields: dict[str, Any], function_kind: str) -> None:
@@ -385,7 +385,7 @@ def _refuse_contents(name: str, contents: dict[str, Any], rules: Rules) -> None:
         if value is not None and not is_neutral and not (rule is not None and rule.does is Does.IGNORED):
             param = f"{name}.{key[:MAX_SHOWN_KEY]}"
             message = (
-                f"{param} is not supported: nothing is read from {name}. Send what you need beside it, or leave it out."
+                f"{param} is not supported: {name} is ignored. Send its fields in the request itself, or leave it out."
             )
             raise InvalidRequest(message, param, "unsupported_parameter")
 
@@ -402,7 +402,7 @@ def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
         if value is None or rule.is_neutral(value):
             continue
         if fields.get(name) is not None and fields[name] != value:
-            message = f"{alias} is another name of {renamed.get(name, name)} here. Send one of them."
+            message = f"{alias} is an alias of {renamed.get(name, name)}. Send one of them."
             raise InvalidRequest(message, alias)
         fields[name] = value
         renamed[name] = alias

@@ -443,7 +443,7 @@ def _token_wishes(fields: SamplingFields, num_logprobs: int | None) -> TokenWish
 def _context_of(asked: Policy | ContextWishes | None) -> ContextWishes | None:
     """Raises InvalidRequest: budgets, and nothing may be left out."""
     if isinstance(asked, ContextWishes) and asked.type is Policy.ERROR and asked.limits != Budgets():
-        message = "budgets need a type that leaves something out, such as drop_oldest_turns."
+        message = "A budget needs a truncation type that drops something, such as drop_oldest_turns."
         raise InvalidRequest(message, "context_policy.type")
     return ContextWishes(type=asked) if isinstance(asked, Policy) else asked
 
@@ -479,7 +479,7 @@ def beams_of(fields: SamplingFields, num_answers: int) -> Beams | None:
     if width is None and not fields.use_beam_search:
         alone = "length_penalty" if fields.length_penalty not in (None, 1) else "early_stopping"
         if alone == "length_penalty" or fields.early_stopping:
-            raise InvalidRequest(f"{alone} is of beams: send beam_width beside it, or leave it out.", alone)
+            raise InvalidRequest(f"{alone} applies to beam search only. Send beam_width, or leave it out.", alone)
         return None
     width = width or num_answers
     if not num_answers <= width <= MOST_BEAMS:
@@ -487,10 +487,12 @@ def beams_of(fields: SamplingFields, num_answers: int) -> Beams | None:
         raise InvalidRequest(message, "n" if num_answers > MOST_BEAMS else "beam_width")
     for name, value in _BEAM_SAMPLING.items():
         if getattr(fields, name) not in (None, value, _ALSO_NEUTRAL.get(name)):
-            raise InvalidRequest(f"{name} does not go with {param}: beams are not sampled. Leave it out.", name)
+            raise InvalidRequest(
+                f"{name} cannot be combined with {param}: beam search does not sample. Leave it out.", name
+            )
     for name in ("logit_bias", "stop", "speculation"):
         if getattr(fields, name):
-            raise InvalidRequest(f"{name} does not go with {param}. Leave one of them out.", name)
+            raise InvalidRequest(f"{name} cannot be combined with {param}. Leave one of them out.", name)
     return Beams(
         width,
         1.0 if fields.length_penalty is None else fields.length_penalty,
@@ -550,7 +552,7 @@ def _check_prompt_logprobs(fields: ChoiceFields, num_echoed: int | None, limits:
         return
     check_range("prompt_logprobs", num, 0, limits.num_top_logprobs)
     if fields.stream:
-        message = "prompt_logprobs come with a whole answer alone. Leave out stream, or send false."
+        message = "prompt_logprobs cannot be streamed. Leave stream out, or send false."
         raise InvalidRequest(message, "prompt_logprobs")
     if num_echoed not in (None, num):
         message = f"prompt_logprobs must be as many as logprobs ({num_echoed}) where the prompt is echoed."
@@ -587,7 +589,7 @@ def num_logprobs_of(has_logprobs: bool | None, top_logprobs: int | None, limits:
     num_logprobs = top_logprobs or 0
     check_range("top_logprobs", num_logprobs, 0, limits.num_top_logprobs)
     if not has_logprobs and num_logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true beside it.", "top_logprobs")
+        raise InvalidRequest("top_logprobs needs logprobs: true.", "top_logprobs")
     return num_logprobs if has_logprobs else None
 
 

@@ -151,9 +151,9 @@ def _place_of_call(
     is_by_name = call_field != "tool_name" and call_id is None and name is not None and not found
     where = f"{where}.{'name' if is_by_name else call_field}"
     if not found:
-        raise InvalidRequest(f"{where} is of no call in an earlier message that waits for its result.", where)
+        raise InvalidRequest(f"{where} names no tool call in an earlier message that still lacks its result.", where)
     if call_id is None and len({last[at].get("id") for at in found}) > 1:
-        raise InvalidRequest(f"{where} is missing, and several calls wait for their results.", where)
+        raise InvalidRequest(f"{where} is missing, and several tool calls lack their results.", where)
     return last, found[0]
 
 
@@ -168,11 +168,12 @@ def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: boo
         return msgspec.structs.replace(prompt, begins_answer=begins_answer is not False)
     if begins_answer:
         message = (
-            "add_generation_prompt begins a message, and continue_final_message goes on with one. Send one of them."
+            "add_generation_prompt starts a new message, continue_final_message continues the last one. Send one of"
+            " them."
         )
         raise InvalidRequest(message, "add_generation_prompt")
     if last["role"] != "assistant" or "tool_calls" in last:
-        message = f"{where} cannot be continued: it must be an assistant's message without calls."
+        message = f"{where} cannot be continued: it must be an assistant message without tool calls."
         raise InvalidRequest(message, where)
     return msgspec.structs.replace(prompt, begins_answer=False, continues_last=True)
 

@@ -75,7 +75,7 @@ def _prompt(given: str | list[int | str | list[Any]], vocab_size: int) -> Prompt
         return TextPrompt(given)
     ids = [one for one in given if isinstance(one, int)]
     if any(isinstance(one, list) for one in given) or (len(given) > 1 and not ids):
-        message = "prompt has several prompts. Send one here, each by itself, or all of them to /v1/completions."
+        message = "prompt has several prompts. Send one per request, or all of them to /v1/completions."
         raise InvalidRequest(message, "prompt", "unsupported_parameter")
     checked_ids(ids, "prompt", vocab_size)
     if len(ids) == len(given):
@@ -99,7 +99,7 @@ def _call(
     if wire.n_probs is not None:
         check_range("n_probs", wire.n_probs, 0, defaults.limits.num_top_logprobs)
     if wire.stream and wire.response_fields:
-        raise InvalidRequest("response_fields are of a whole answer. Leave out stream.", "response_fields")
+        raise InvalidRequest("response_fields cannot be used with stream. Leave one of them out.", "response_fields")
     call = generation_call(
         wire,
         model,

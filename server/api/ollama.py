@@ -116,7 +116,10 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     prompt: ChatPrompt | TextPrompt
     is_raw = bool(wire.raw or wire.suffix)
     if is_raw and wire.context:
-        raise InvalidRequest("context is of turns: it goes neither with raw nor with a suffix.", "context")
+        raise InvalidRequest(
+            "context continues a conversation: it cannot be combined with raw or suffix. Leave one of them out.",
+            "context",
+        )
     thought, variables = _thought(wire, None if is_raw else defaults.thought_style)
     if is_raw:
         prompt = TextPrompt(wire.prompt or "", suffix=wire.suffix or None)
@@ -160,7 +163,7 @@ def turns_of(context: Sequence[int]) -> list[Message]:
             raise ValueError("it is another server's")
         turns = _TURNS.decode(b"".join(one.to_bytes(_PIECE) for one in context[1:]))
     except (ValueError, OverflowError, RecursionError):  # msgspec's errors are ValueErrors
-        message = "context is of no answer of this server. Send the one of an answer as it is, or leave it out."
+        message = "context is not from an answer of this server. Send it unchanged from an answer, or leave it out."
         raise InvalidRequest(message, "context") from None
     return [Message(role=one.role, content=one.content) for one in turns]
 

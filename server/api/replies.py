@@ -119,10 +119,10 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
     if reason is FinishReason.CANCELLED:
         return ServiceError(ErrorKind.CANCELLED, "The request was cancelled before it ended.", "request_cancelled")
     if reason is FinishReason.DEADLINE:
-        message = "The request's deadline has passed. Ask for fewer tokens or allow more time."
+        message = "The request's deadline has passed. Ask for fewer tokens, or allow more time."
         return ServiceError(ErrorKind.DEADLINE_EXCEEDED, cause or message, "deadline_exceeded")
     if reason is FinishReason.TOO_COMPLEX:
-        message = "What holds the answer became too complex to follow. Use fewer alternatives, or optional properties."
+        message = "The answer's grammar became too complex. Use fewer alternatives or fewer optional properties."
         return InvalidRequest(message, code="grammar_too_complex")
     if reason is FinishReason.ERROR:
         message = "The engine failed on this request. Try again; if it fails again, tell the operator."

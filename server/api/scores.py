@@ -85,7 +85,7 @@ def _prompts(
     """
     style = style_of(defaults)
     if instruction is not None and not style.has_template:
-        message = "This model takes no instruction. Leave it out, or put it into the query."
+        message = "This model does not take an instruction. Leave it out, or put it into the query."
         raise InvalidRequest(message, "instruction", "unsupported_parameter")
     if style.scores is None:
         texts = [before[0] + text for text in first] + [before[1] + text for text in second]

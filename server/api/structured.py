@@ -123,7 +123,7 @@ def constraint_of(
         found.append((param, lambda: _of_format(response_format, param)))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise InvalidRequest(f"{names} each hold the answer to a form. Send one of them.", found[1][0])
+        raise InvalidRequest(f"{names} each constrain the answer. Send one of them.", found[1][0])
     return found[0][1]() if found else None
 
 
@@ -176,7 +176,7 @@ def _tagged(value: Any, param: str) -> GrammarSpec:
     try:
         asked = shaped(_read(value, param) if isinstance(value, str) else value, StructuralTag)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{param} is no structural tag that can be held: {error}.", param) from None
+        raise InvalidRequest(f"{param} is not a supported structural tag: {error}.", param) from None
     form, allowance = asked.format, Allowance()
     if form is None:
         tags = [

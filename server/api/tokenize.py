@@ -49,7 +49,7 @@ def parse_tokenize(
     if wire.prompt is not None:
         return wire, TextPrompt(wire.prompt, wire.add_special_tokens is not False), unknown_fields
     if wire.add_special_tokens:
-        message = "The chat template writes the special tokens of messages. Leave it out, or send false."
+        message = "The chat template already adds the special tokens of messages. Leave it out, or send false."
         raise InvalidRequest(message, "add_special_tokens", "unsupported_parameter")
     tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, style)
     prompt = chat_prompt(wire.messages or [], style, tools, template_kwargs=wire.chat_template_kwargs)

@@ -41,7 +41,7 @@ from core.tool_grammar import (
 from server.api.decoding import parse_object
 
 MAX_TOOLS = 128
-NO_TOOLS = "This model's chat template has no form for tools. Leave tools out, or send tool_choice none."
+NO_TOOLS = "This model's chat template does not support tools. Leave tools out, or send tool_choice none."
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 FunctionName = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -295,14 +295,14 @@ def call_constraint(
     """
     if continues_text:
         if wishes.is_required:
-            message = "tool_choice requires a call, which cannot go on with a message. Leave one of them out."
+            message = "tool_choice requires a tool call, which cannot continue a message. Leave one of them out."
             raise InvalidRequest(message, "tool_choice")
         if text is not None:
             return text
         if wishes.style.format == HARMONY:
             return GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
-        message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
+        message = f"{text.param} and tools cannot be combined. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
     tools = [
         Tool(one.name, json.loads(held.source) if held else well_formed(_parameters(one)), held is not None, place)
@@ -336,7 +336,7 @@ def _call_spec(
             free = sorted({*special.values()} - {*eos_ids} - {special[one] for one in form.begins if one in special})
             source = allowed_calls(form, tools, marks, wishes.most_calls, free)
     except CannotHold as error:
-        message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}."
+        message = f"A strict tool's parameters cannot be enforced in this model's tool call format: {error}."
         raise InvalidRequest(message, error.param) from None
     schemas = tuple(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one.schema), one.place) for one in tools)
     return GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas)

@@ -240,7 +240,7 @@ class Admission:
 
     def _make_room(self, room: SharedRoom, tenant: str, num: float) -> None:
         for victim in self._victims(room, tenant, num):
-            victim.evict(self._overloaded(victim.tenant, "is full, and gave this request's place to another tenant"))
+            victim.evict(self._overloaded(victim.tenant, "is full, and evicted this request for another tenant's"))
 
     def _victims(self, room: SharedRoom, tenant: str, num: float) -> list["Place"]:
         """The places to evict so that the tenant may take `num` more of a room.
@@ -248,7 +248,7 @@ class Admission:
         Raises ServiceError (overloaded): the tenant has its share, or evicting all of them would not be enough.
         """
         if room.exceeds_share(tenant, num):
-            state = f"gives one tenant {MAX_SHARE:.0%} of the room that others leave: it has"
+            state = f"gives one tenant at most {MAX_SHARE:.0%} of what other tenants leave free: this one has"
             raise self._overloaded(tenant, f"{state} {self._shown(room, room.held[tenant], num)}")
         missing = room.missing(max(num, 1))
         victims: list[Place] = []

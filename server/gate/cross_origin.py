@@ -106,8 +106,8 @@ class CrossOrigin:
             told = (origin or b"http://" + host).decode("ascii", "replace")
             remedy = ANY_ORIGIN if origin == b"null" else told
             message = (
-                f"A page of {told} may not ask this server without a key. If it is to, the operator says "
-                f"--cors-origin {remedy} (docs/deploy.md)."
+                f"Pages of {told} may not send requests to this server without a key. To allow it, the operator sets"
+                f" --cors-origin {remedy} (docs/deploy.md)."
             )
             raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
 

@@ -505,7 +505,7 @@ class Authenticator:
             return self._by_key(self.directory.keys.get(digest), digest)
         known = self.directory.tenants.get(tenant)
         if known is None:
-            raise _refusal("The tenant of this request is not known here any more. Ask the operator.")
+            raise _refusal("The tenant of this request no longer exists. Ask the operator.")
         return Caller(known, frozenset(COMMON_SCOPES), key_id, subject=subject)
 
     def _what_is_wanted(self) -> str:
@@ -515,7 +515,7 @@ class Authenticator:
         if possible == [(KEY,)]:
             return "No API key was sent. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         wanted = "; or ".join(" together with ".join(_WANTED[way] for way in ways) for ways in possible)
-        return f"Nothing that was sent says who you are. Send {wanted}."
+        return f"The request has no credentials. Send {wanted}."
 
     def _caller_by(self, way: str, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
         """None: the request does not use this way."""
@@ -533,7 +533,7 @@ class Authenticator:
 
     def _by_key(self, known: KnownKey | None, digest: bytes) -> Caller:
         if known is None or not compare_digest(known.caller.digest or b"", digest):
-            raise _refusal("The API key is not known here. Check the key, or ask the operator for one.")
+            raise _refusal("The API key is not valid. Check it, or ask the operator for one.")
         if known.is_revoked:
             raise _refusal("The API key has been revoked. Ask the operator for another.")
         if known.is_expired(self._unix_clock()):
@@ -544,13 +544,13 @@ class Authenticator:
         try:
             name, subject = verifier.names_of(token)
         except BadToken as error:
-            raise _refusal(f"The JWT is not taken. {error}") from error
+            raise _refusal(f"The JWT is not accepted. {error}") from error
         except KeysUnavailable as error:
-            message = "The issuer's keys cannot be fetched, so no JWT can be checked. Try again soon."
+            message = "The JWT cannot be verified, because the issuer's keys cannot be fetched. Try again soon."
             raise IssuerUnavailable(message, error.retry_after_s) from error
         tenant = self.directory.tenants.get(name)
         if tenant is None:
-            raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
+            raise _refusal("The JWT names an unknown tenant. Ask the operator.")
         return Caller(tenant, frozenset(COMMON_SCOPES), subject_id(subject), subject=subject)
 
     def _by_certificate(self, certificate: ClientCertificate) -> Caller | None:
@@ -558,7 +558,9 @@ class Authenticator:
         found = (self.directory.certificates.get(name) for name in certificate.names)
         tenants = {tenant.name: tenant for tenant in found if tenant is not None}
         if len(tenants) > 1:
-            raise _refusal(f"The client certificate names several tenants: {', '.join(tenants)}. Use one for each.")
+            raise _refusal(
+                f"The client certificate names several tenants: {', '.join(tenants)}. Use one certificate per tenant."
+            )
         return next((Caller(tenant, frozenset(COMMON_SCOPES)) for tenant in tenants.values()), None)
 
 
@@ -566,7 +568,7 @@ def _joined(callers: Sequence[Caller]) -> Caller:
     """Several credentials together allow what each of them does."""
     first = callers[0]
     if any(caller.tenant.name != first.tenant.name for caller in callers):
-        raise _refusal("The API key and the client certificate are of different tenants.")
+        raise _refusal("The API key and the client certificate belong to different tenants. Send a matching pair.")
     scopes = frozenset.intersection(*(caller.scopes for caller in callers))
     named = next((caller for caller in callers if caller.key_id is not None), first)
     return replace(named, scopes=scopes)
@@ -583,7 +585,7 @@ def _only_field(request: HttpRequest, name: bytes) -> bytes | None:
     """Raises if there are several that differ: a proxy in front may have checked another one."""
     values = {value for key, value in request.headers if key == name}
     if len(values) > 1:
-        raise _refusal(f"The request has several fields {name.decode()} that differ. Send one.")
+        raise _refusal(f"The request has several {name.decode()} headers with different values. Send one.")
     return values.pop() if values else None
 
 

@@ -250,14 +250,14 @@ class JwtVerifier:
             KeysUnavailable: its signature cannot be checked.
         """
         if len(token) > MAX_TOKEN_BYTES:
-            raise BadToken(f"It has more than {MAX_TOKEN_BYTES} bytes.")
+            raise BadToken(f"It is longer than {MAX_TOKEN_BYTES} bytes.")
         claims = self._verified_claims(token)
         self._check_claims(claims)
         name, subject = claims.get(self._rules.tenant_claim), claims.get("sub", "")
         if not isinstance(name, str):
             raise BadToken(f"Its claim {self._rules.tenant_claim!r} names no tenant.")
         if not isinstance(subject, str):
-            raise BadToken("Its claim 'sub' must be a text.")
+            raise BadToken("Its claim 'sub' must be a string.")
         return name, subject
 
     def _verified_claims(self, token: bytes) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class JwtVerifier:
                 warnings.simplefilter("ignore")  # EdDSA has a newer name (RFC 9864), but remains in use
                 return jwt.decode(token, key, algorithms=[algorithm]).claims
         except (JoseError, ValueError, TypeError, KeyError) as error:
-            raise BadToken("Its signature is not good.") from error
+            raise BadToken("Its signature is invalid.") from error
 
     def _key_for(self, token: bytes) -> "tuple[Key, str]":
         from joserfc.errors import JoseError
@@ -287,23 +287,23 @@ class JwtVerifier:
             raise BadToken(f"Its header must not have {refused[0]}.")
         key = self._source.find(key_id) if key_id is None or isinstance(key_id, str) else None
         if key is None or key.key_type != ALGORITHMS[algorithm]:
-            raise BadToken("The issuer has no such key.")
+            raise BadToken("The issuer has no key of its kid and algorithm.")
         return key, algorithm
 
     def _check_claims(self, claims: dict[str, Any]) -> None:
         rules, now_s = self._rules, self._unix_clock()
         audiences = claims.get("aud")
         if claims.get("iss") != rules.issuer:
-            raise BadToken("It is of another issuer.")
+            raise BadToken("It has another issuer (iss).")
         if rules.audience not in (audiences if isinstance(audiences, list) else [audiences]):
-            raise BadToken("It is for another audience.")
+            raise BadToken("It has another audience (aud).")
         expires_s, begins_s = claims.get("exp"), claims.get("nbf", 0)
         if not (_is_time(expires_s) and _is_time(begins_s)):
-            raise BadToken("It must say when it expires, as a number.")
+            raise BadToken("Its exp must be a number, and so must its nbf if it has one.")
         if expires_s + rules.leeway_s <= now_s:
             raise BadToken("It has expired.")
         if begins_s - rules.leeway_s > now_s:
-            raise BadToken("It is not good yet.")
+            raise BadToken("It is not valid yet (nbf).")
 
 
 def _is_time(value: Any) -> TypeGuard[float]:

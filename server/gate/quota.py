@@ -237,7 +237,7 @@ class Shortage(NamedTuple):
         wanted = f"this asks for {'at least ' if self.is_least else ''}{shown(self.num_wanted)}"
         if self.wait_ns is None:
             message = (
-                f"{owner} may take {most} at once by its {limit}, and {wanted}."
+                f"{owner} may use at most {most} at once ({limit}), and {wanted}."
                 " Ask for fewer max_tokens, shorten the prompt, or ask the operator for more."
             )
             return ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded")
@@ -303,7 +303,10 @@ class QuotaAccount:
 
     def check_concurrency(self) -> None:
         if self.max_active is not None and self.num_active >= self.max_active:
-            message = f"{self.owner} has its concurrent_requests, {self.max_active}, in progress. Wait for one to end."
+            message = (
+                f"{self.owner} has {self.max_active} requests in progress, the most that concurrent_requests allows."
+                " Wait for one to end."
+            )
             code = "rate_limit_exceeded"
             raise ServiceError(ErrorKind.RATE_LIMITED, message, code, retry_after_s=CONCURRENCY_RETRY_S)
 

@@ -174,7 +174,7 @@ def certificate_name(text: str) -> tuple[str, str]:
     """A name of a certificate, as ClientCertificate.names has it. Raises ValueError."""
     kind, colon, value = text.partition(":")
     if not colon or not value or kind.upper() not in _NAME_KINDS:
-        raise ValueError(f"{text!r} in certificates must be DNS:, URI:, email: or IP: and a name")
+        raise ValueError(f"{text!r} in certificates must be DNS:, URI:, email: or IP: followed by a name")
     return _NAME_KINDS[kind.upper()], value
 
 
@@ -183,10 +183,10 @@ def parse_tenants(tables: Any, path: Path) -> tuple[Tenant, ...]:
     if not isinstance(tables, list):
         raise StartupError(f"tenants in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
     tenants = tuple(_parse_tenant(table, i, path) for i, table in enumerate(tables, 1))
-    _refuse_duplicates([tenant.name for tenant in tenants], "two tenants of the name", path)
+    _refuse_duplicates([tenant.name for tenant in tenants], "two tenants named", path)
     names = [certificate_name(text) for tenant in tenants for text in tenant.certificates]
     _refuse_duplicates([f"{kind}:{value}" for kind, value in names], "two tenants with the certificate", path)
-    _refuse_duplicates([digest for tenant in tenants for digest in tenant.key_sha256], "twice the key", path)
+    _refuse_duplicates([digest for tenant in tenants for digest in tenant.key_sha256], "a duplicate key,", path)
     return tenants
 
 
@@ -204,7 +204,7 @@ def _parse_tenant(table: Any, number: int, path: Path) -> Tenant:
 def _fix(error: str) -> str:
     """What to write instead: msgspec names the path of an unknown field, but not the known ones."""
     if "unknown field" not in error:
-        return f"mend it, as in: {SAMPLE}"
+        return f"correct it, as in: {SAMPLE}"
     place = error.rpartition("`$")[2]
     kinds = {"limits": Limits, "deadlines": DeadlineTable, "text_rules": TextRule}
     kind = next((kind for name, kind in kinds.items() if name in place), Tenant)

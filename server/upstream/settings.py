@@ -235,7 +235,7 @@ def _fix(error: str, table: Any) -> str:
     if "unknown field" not in error:
         field = re.match(r"\w+", error.rpartition("`$.")[2])
         whole = ADAPTER_SAMPLE if "adapter_of" in table else LOCAL_SAMPLE if "path" in table else SAMPLE
-        return f"mend it, as in: {whole if field is None else FIELD_SAMPLES.get(field[0], whole)}"
+        return f"correct it, as in: {whole if field is None else FIELD_SAMPLES.get(field[0], whole)}"
     kind = UpstreamSettings if "upstreams" in error.rpartition("`$")[2] else ModelSettings
     above = "; the server's own settings stand above the first table" if kind is ModelSettings else ""
     known = ", ".join(one for one in kind.__struct_encode_fields__ if one != "adapters")

@@ -362,11 +362,11 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
             for way in ("const", "enum/0", "default")
         ),
         ({"format": ["a"]}, "response_format.format must be one of"),
-        ({"pattern": "(a{999}){99}"}, "response_format.pattern comes to more than 20000 characters"),
+        ({"pattern": "(a{999}){99}"}, "response_format.pattern is longer than 20000 characters"),
         ({"pattern": 3}, "response_format.pattern must be a regular expression"),
         ({"nullable": "yes"}, "response_format.nullable must be true or false"),
-        ({**optional(8), "minProperties": 2}, "are held where at most 7 properties are optional"),
-        ({**optional(3), "maxProperties": 2, "additionalProperties": {}}, "are held where at most 7 properties"),
+        ({**optional(8), "minProperties": 2}, "can be enforced only with type object"),
+        ({**optional(3), "maxProperties": 2, "additionalProperties": {}}, "can be enforced only with type object"),
         ({"type": "string", "format": "iban"}, "response_format.format must be one of date, date-time"),
         ({"items": {"type": "strin"}}, "response_format.items.type must be one of array, boolean"),
         ({"items": 3}, "response_format.items must be a schema"),
@@ -382,34 +382,40 @@ def _listed(items: dict[str, Any]) -> dict[str, Any]:
         (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
         (
             {"type": "array", "items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
-            "response_format.items.oneOf cannot be held, as more than one of its schemas may fit. Use anyOf",
+            "response_format.items.oneOf cannot be enforced, as more than one of its schemas may fit. Use anyOf",
         ),
         (
             {"items": {"oneOf": [_object(kind={"enum": ["a", "b"]}), _object(kind={"enum": ["b"]})]}},
-            "response_format.items.oneOf cannot be held",
+            "response_format.items.oneOf cannot be enforced",
         ),
         ({"oneOf": [{"pattern": "^[^a]*$", "format": "email"}, {"type": "array"}]}, "response_format.oneOf cannot be"),
-        ({"items": {"propertyNames": {"minLength": 3}}}, "response_format.items.propertyNames is held where it is an"),
+        (
+            {"items": {"propertyNames": {"minLength": 3}}},
+            "response_format.items.propertyNames can be enforced only as an enum",
+        ),
         (
             {"properties": {"a": {}}, "propertyNames": {"enum": ["a"]}, "type": "object"},
-            "response_format.propertyNames is held where",
+            "response_format.propertyNames can be enforced only",
         ),
-        (_counted(_counted(_counted({"type": "integer"}))), "is larger than 512 KiB, written out"),
+        (_counted(_counted(_counted({"type": "integer"}))), "The request's schemas, expanded, are larger than 512 KiB"),
         ({"enum": ["x" * MAX_SOURCE_BYTES]}, "is larger than 512 KiB"),
-        (chain(MAX_TOTAL_DEPTH), f"nested deeper than {MAX_TOTAL_DEPTH} levels, references followed"),
-        ({**chain(2000), "type": "array", "items": {"$ref": "#/$defs/d1"}}, "references followed"),
+        (chain(MAX_TOTAL_DEPTH), f"nested deeper than {MAX_TOTAL_DEPTH} levels when its references are followed"),
+        ({**chain(2000), "type": "array", "items": {"$ref": "#/$defs/d1"}}, "references are followed"),
         ({"patternProperties": {f"^{i}$": {} for i in range(65)}}, "more than 64 patternProperties"),
         (
             {"allOf": [{"type": "string", "pattern": f"a{{{i},}}b*"} for i in range(13)]},
-            "more than 12 schemas in allOf",
+            "more than 12 schemas with allOf",
         ),
         ({"$ref": "#"}, "cannot be"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "cannot be"),
         ({"type": "integer", "minimum": 2**63}, "response_format.minimum is beyond 2**53"),
         ({"properties": {"a": {"enum": [1, 10**22]}}}, "response_format.properties.a.enum is beyond 2**53"),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, "less than 1 apart"),
-        ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
-        ({"required": ["a", "a"], "minProperties": 2}, "response_format.minProperties is more than what is required"),
+        ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than the number of required"),
+        (
+            {"required": ["a", "a"], "minProperties": 2},
+            "response_format.minProperties is more than the number of required",
+        ),
         ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
         ({**optional(481), "required": [f"b{i}" for i in range(9)]}, "has more than 480 optional properties"),
         ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
@@ -437,8 +443,8 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
     [
         (lambda: regex("(a", PARAM), "unclosed group"),
         (lambda: regex("(?=a)b", PARAM), "look-around"),
-        (lambda: regex("a{1000}{1000}", PARAM), "comes to more than 20000 characters"),
-        (lambda: regex("((b|[^]{9}]{100}){99,}c){1,100}", PARAM), "comes to more than 20000 characters"),
+        (lambda: regex("a{1000}{1000}", PARAM), "is longer than 20000 characters"),
+        (lambda: regex("((b|[^]{9}]{100}){99,}c){1,100}", PARAM), "is longer than 20000 characters"),
         (
             lambda: client_grammar('start: "a" | b\nb: "<c>" <|im_end|> "d"', PARAM),
             "line 2, column 10: '<|im_end|>' cannot",
@@ -460,7 +466,7 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
             "'{\"no_forcing\": true}' cannot",
         ),
         (lambda: client_grammar("start: @other", PARAM), "line 1, column 8: '@other' cannot"),
-        (lambda: regex("ab\\", PARAM), "line 1, column 3: no escape"),
+        (lambda: regex("ab\\", PARAM), "line 1, column 3: incomplete escape"),
         (lambda: regex("a\nb(", PARAM), "line 2, column 2: unclosed group"),
         (lambda: regex(r"[^\s\S]", PARAM), "cannot be"),
         (lambda: client_grammar(rules("start: r0\n", 'r{}: "x" r{}\n'), PARAM), "more than 500 rules"),
@@ -468,7 +474,7 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
         (lambda: client_grammar("start: " + "(" * 5000 + '"a"' + ")" * 5000, PARAM), "more than 64 brackets"),
         (
             lambda: client_grammar("start: %json {}", PARAM),
-            "line 1, column 8: '%json' cannot be held: answers are text. Send a schema",
+            "line 1, column 8: '%json' cannot be used: answers are text. Send a schema",
         ),
         (lambda: client_grammar("start: T\nT: " + " & ".join(["/a*/"] * 20), PARAM), "more than 12 of & and ~"),
         (lambda: client_grammar('start: "' + "a" * 200_000 + '"', PARAM), "is larger than 128 KiB"),
@@ -675,7 +681,7 @@ def _property(name: str) -> Callable[[str], dict[str, Any]]:
 )
 def test_no_chain_of_references_gets_past_the_bounds(schema: dict[str, Any]) -> None:
     """The library recurses along them, without a guard of its stack."""
-    with pytest.raises(InvalidRequest, match=r"levels, references followed|points to no schema"):
+    with pytest.raises(InvalidRequest, match=r"levels when its references are followed|points to no schema"):
         json_schema(schema, "schema")
 
 

@@ -197,7 +197,9 @@ def test_what_one_tenant_has_above_its_part_it_gives_back_when_others_ask() -> N
         assert [the_answer(one).status for one in flood] == [200] * 13 + [503] * 3  # the latest, not what has begun
         assert [the_answer(one).status for one in light] == [200, 200, 200, 503]
         assert code(the_answer(more)) == (503, "overloaded")
-        assert "gives one tenant 75% of the room that others leave" in the_answer(more).json["error"]["message"]
+        assert (
+            "gives one tenant at most 75% of what other tenants leave free" in the_answer(more).json["error"]["message"]
+        )
 
 
 def test_tokens_and_bytes_are_bounded_by_share_likewise() -> None:

@@ -144,7 +144,7 @@ def test_a_prompt_that_is_too_long_for_the_tokens_left_is_refused_and_one_that_f
     with closing(server_of(Limits(tokens_per_day=100))) as server:
         refused = server.ask(say(max_tokens=90))
         assert refused.status == 429
-        assert "100 at once by its tokens_per_day, and this asks for 108" in refused.json["error"]["message"]
+        assert "at most 100 at once (tokens_per_day), and this asks for 108" in refused.json["error"]["message"]
         assert "retry-after" not in refused.headers
         assert server.ask(say(max_tokens=80)).usage["completion_tokens"] == 80
         later = server.ask(say(max_tokens=1))

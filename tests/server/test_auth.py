@@ -111,7 +111,7 @@ def test_a_digest_in_the_tenants_table_is_a_key_too() -> None:
 
 
 def test_where_somebody_is_named_who_shows_nothing_is_refused() -> None:
-    assert "who you are" in refusal(Authenticator(make_directory((ACME,)), NOW.timestamp), request())
+    assert "no credentials" in refusal(Authenticator(make_directory((ACME,)), NOW.timestamp), request())
     assert "No API key" in refusal(Authenticator(make_directory((), (), ()), NOW.timestamp), request())
 
 
@@ -124,7 +124,7 @@ def test_a_key_is_good_until_it_is_revoked_or_the_second_it_expires_in() -> None
 
 def test_a_key_whose_tenant_is_not_configured_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
     authenticator = with_tenants(record("sl-aaaaaaaaXX", "nobody"))
-    assert "not known" in refusal(authenticator, bearer("sl-aaaaaaaaXX"))
+    assert "is not valid" in refusal(authenticator, bearer("sl-aaaaaaaaXX"))
     assert "sl-aaaaaaaa is of a tenant that is not configured: nobody" in caplog.text
 
 
@@ -138,8 +138,8 @@ def test_a_certificates_name_names_a_tenant(name: tuple[str, str]) -> None:
 
 def test_certificates_that_name_nobody_or_several_are_refused() -> None:
     authenticator = with_tenants()
-    assert "who you are" in refusal(authenticator, request(), certificate(("DNS", "unknown.example")))
-    assert "who you are" in refusal(authenticator, request(), certificate(("email", "acme.example")))
+    assert "no credentials" in refusal(authenticator, request(), certificate(("DNS", "unknown.example")))
+    assert "no credentials" in refusal(authenticator, request(), certificate(("email", "acme.example")))
     both = certificate(("DNS", "acme.example"), ("DNS", "other.example"))
     assert "several tenants: acme, other" in refusal(authenticator, request(), both)
 
@@ -148,7 +148,7 @@ def test_the_first_way_that_a_request_uses_decides() -> None:
     shown = certificate(("DNS", "other.example"))
     keys_first = with_tenants(record("key"))
     assert keys_first.identify(bearer("key"), shown).tenant == ACME
-    assert "not known" in refusal(keys_first, bearer("wrong"), shown)
+    assert "is not valid" in refusal(keys_first, bearer("wrong"), shown)
     certificates_first = with_tenants(record("key"), ways=("certificate", "key"))
     assert certificates_first.identify(bearer("wrong"), shown).tenant == OTHER
 

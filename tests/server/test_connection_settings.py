@@ -101,7 +101,7 @@ def test_a_bind_for_proxies_needs_one_that_is_trusted(bind: str, trusted: tuple[
     if not is_refused:
         assert addresses(config) == [bind.removeprefix("proxy:")]
         return
-    with pytest.raises(StartupError, match="takes trusted proxies only") as caught:
+    with pytest.raises(StartupError, match="accepts only trusted proxies") as caught:
         config.all_binds()
     assert caught.value.fix.startswith("--trusted-proxies ")
 

@@ -105,11 +105,23 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
 @pytest.mark.parametrize(
     ("flags", "cause", "fix"),
     [
-        ({"kv_offload_dir": "/kv"}, "--kv-offload-dir keeps what is in", "--kv-offload-memory 1GiB"),
+        ({"kv_offload_dir": "/kv"}, "--kv-offload-dir stores the contents", "--kv-offload-memory 1GiB"),
         ({"kv_offload_bytes": "1GiB", "no_prefix_cache": "true"}, "--kv-offload-memory keeps", "leave one of them out"),
-        ({"graphs": "on", "tensor_parallel": "2"}, "--graphs on and --tensor-parallel 2: ranks send", "--graphs out"),
-        ({"lazy_graphs": "true", "tensor_parallel": "2"}, "--graphs lazy and --tensor-parallel 2", "--graphs out"),
-        ({"kv_offload_bytes": "1GiB", "tensor_parallel": "2"}, "--kv-offload-memory and --tensor-parallel 2", "leave"),
+        (
+            {"graphs": "on", "tensor_parallel": "2"},
+            "--graphs on does not work with --tensor-parallel 2",
+            "--graphs out",
+        ),
+        (
+            {"lazy_graphs": "true", "tensor_parallel": "2"},
+            "--graphs lazy does not work with --tensor-parallel 2",
+            "--graphs out",
+        ),
+        (
+            {"kv_offload_bytes": "1GiB", "tensor_parallel": "2"},
+            "--kv-offload-memory does not work with --tensor-parallel 2",
+            "leave",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(flags: Flags, cause: str, fix: str) -> None:

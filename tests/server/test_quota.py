@@ -248,7 +248,10 @@ def test_requests_and_concurrency_are_counted_by_tenant_and_by_key() -> None:
     one, two = (Caller(tenant(limits, Limits(concurrent_requests=1)), key_id=key_id) for key_id in ("sl-1", "sl-2"))
     running = quotas.ticket_for(one)
     running.enter()
-    assert "The key sl-1 has its concurrent_requests, 1, in progress" in refusal(quotas.ticket_for(one)).message
+    assert (
+        "The key sl-1 has 1 requests in progress, the most that concurrent_requests allows"
+        in refusal(quotas.ticket_for(one)).message
+    )
     quotas.ticket_for(two).enter()
     running.leave()
     running.leave()

@@ -82,12 +82,12 @@ def test_cache_domains_are_shared_by_those_who_name_the_same_alone() -> None:
         ('[[tenants]]\nname = "a"\nlimits = {burst_tokens = 9}', ["burst_tokens needs tokens_per_minute"]),
         ('[[tenants]]\nname = "a"\nkey_sha256 = ["secret"]', ["$.key_sha256"]),
         ('[[tenants]]\nname = "a"\ncertificates = ["a.example"]', ["'a.example' in certificates must be DNS:"]),
-        ('[[tenants]]\nname = "a"\n[[tenants]]\nname = "a"', ["two tenants of the name a"]),
+        ('[[tenants]]\nname = "a"\n[[tenants]]\nname = "a"', ["two tenants named a"]),
         (
             '[[tenants]]\nname = "a"\ncertificates = ["DNS:x"]\n[[tenants]]\nname = "b"\ncertificates = ["dns:x"]',
             ["two tenants with the certificate DNS:x"],
         ),
-        (f'[[tenants]]\nname = "a"\nkey_sha256 = ["{DIGEST}", "{DIGEST}"]', ["twice the key"]),
+        (f'[[tenants]]\nname = "a"\nkey_sha256 = ["{DIGEST}", "{DIGEST}"]', ["a duplicate key"]),
         ('[tenant]\nname = "a"', ["a table, [tenant]", "only [[tenants]]"]),
     ],
 )

@@ -70,7 +70,7 @@ def test_messages_become_what_templates_know() -> None:
         ({"role": "user", "content": [{"type": "image_url"}]}, "content[0].type", "are not supported"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file"}]}, "content[1].type", "'file'"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls[0].function", "is missing"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls", "no form for tools"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls", "does not support tools"),
         ({"role": "assistant", "audio": {"id": "x"}}, "audio", "is not supported"),
         ({"role": "user", "content": "a", "images": ["x"]}, "images", "is not supported"),
     ],

@@ -65,5 +65,5 @@ def test_tools_are_part_of_the_prompt() -> None:
     _, prompt, _ = parse_tokenize(asked, ToolStyle("hermes", has_text_arguments=False, most_calls=2))
     assert isinstance(prompt, ChatPrompt)
     assert [one["function"]["name"] for one in prompt.tools] == ["look"]
-    with pytest.raises(InvalidRequest, match="no form for tools"):
+    with pytest.raises(InvalidRequest, match="does not support tools"):
         parse_tokenize(asked)

@@ -283,15 +283,15 @@ def test_a_result_has_the_id_and_name_of_its_call(messages: Any, answered: list[
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([calling(("a", "f")), TWO], "of no call"),
-        ([TWO], "of no call"),
-        ([result()], "of no call"),
-        ([ONE, calling(("a", "f"))], "of no call"),
-        ([calling(("a", "f")), ONE, ONE], "waits for its result"),
-        ([calling(("a", "f")), result(), result()], "waits for its result"),
-        ([calling(("a", "f")), result(name="g")], "of no call"),
-        ([calling(("a", "f"), ("b", "f")), result(name="f")], "several calls wait"),
-        ([calling(("a", "f"), ("b", "g")), result()], "several calls wait"),
+        ([calling(("a", "f")), TWO], "names no tool call"),
+        ([TWO], "names no tool call"),
+        ([result()], "names no tool call"),
+        ([ONE, calling(("a", "f"))], "names no tool call"),
+        ([calling(("a", "f")), ONE, ONE], "still lacks its result"),
+        ([calling(("a", "f")), result(), result()], "still lacks its result"),
+        ([calling(("a", "f")), result(name="g")], "names no tool call"),
+        ([calling(("a", "f"), ("b", "f")), result(name="f")], "several tool calls lack"),
+        ([calling(("a", "f"), ("b", "g")), result()], "several tool calls lack"),
     ],
 )
 def test_a_result_of_no_call_or_of_any_of_several_is_refused(messages: Any, words: str) -> None:
@@ -356,7 +356,7 @@ def test_an_answer_without_calls_is_text() -> None:
             "no tool",
         ),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [NOW], "style": None}, "tools", "has no form for tools"),
+        ({"tools": [NOW], "style": None}, "tools", "does not support tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters",
@@ -545,7 +545,7 @@ def test_a_form_may_stand_in_the_place_of_calls() -> None:
     assert '| %json {"type": "boolean"' in source_of(parsed(tools=[NOW], response_format=form))
     required = source_of(parsed(tools=[NOW], response_format=form, tool_choice="required"))
     assert "boolean" not in required
-    with pytest.raises(InvalidRequest, match="cannot hold one answer together"):
+    with pytest.raises(InvalidRequest, match="cannot be combined"):
         source_of(parsed(tools=[NOW], guided_regex="a+"))
 
 
