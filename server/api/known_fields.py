@@ -186,7 +186,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_ignored(OLLAMA, "num_ctx num_batch num_gpu num_thread main_gpu use_mmap use_mlock low_vram f16_kv numa"),
         *_ignored(OLLAMA, "penalize_newline truncate shift"),
         *_alias(OLLAMA, "guided_json", "format", ""),
-        *_refused(OLLAMA, "template"),
+        *_refused(OLLAMA, "template", ""),
         *_ignored(EMBED, "options"),
         *_alias(RESPONSES, "max_output_tokens", "num_predict", -1),
         *_refused(RAW, "reasoning", {}, {"effort": "none"}),

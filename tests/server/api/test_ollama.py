@@ -73,6 +73,7 @@ def test_turns_and_prompts_become_the_templates_messages() -> None:
     ]
     assert prompt(GENERATE, system="S") == [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
     assert prompt(GENERATE, raw=True) == TextPrompt("Hi")
+    assert prompt(GENERATE, template="", system="") == prompt(GENERATE)  # as Ollama's own client, in Go, sends them
     assert prompt(GENERATE, suffix="!") == TextPrompt("Hi", suffix="!")
 
 
