@@ -173,7 +173,7 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
         defaults.thought_style,
         wire.chat_template_kwargs,
         thinking.is_on,
-        "xhigh" if config.effort == "max" else config.effort,
+        config.effort,
         "output_config.effort",
         thinking.budget_tokens,
         thinking.display != "omitted",

@@ -35,8 +35,8 @@ class ThoughtWishes(msgspec.Struct, frozen=True, kw_only=True):
     most_tokens: int | None = None
 
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # it was trained on three
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # it was trained on three
 Budget = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

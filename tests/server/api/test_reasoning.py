@@ -58,6 +58,8 @@ def variables_of(call: GenerationCall) -> dict[str, Any] | None:
         (R1, {"reasoning_effort": "none"}, None, 0),
         (GPT_OSS, {"reasoning_effort": "minimal"}, {"reasoning_effort": "low"}, None),
         (GPT_OSS, {"reasoning": {"effort": "xhigh"}}, {"reasoning_effort": "high"}, None),
+        (GPT_OSS, {"reasoning_effort": "max"}, {"reasoning_effort": "high"}, None),
+        (SEED, {"reasoning": {"effort": "max"}}, {"reasoning_effort": "max"}, None),
         (GPT_OSS, {"reasoning_effort": "none"}, {"reasoning_effort": "low"}, 0),
         (SEED, {"reasoning_effort": "medium"}, {"reasoning_effort": "medium"}, None),
         (None, {"reasoning_effort": "high", "thinking_token_budget": 5}, None, None),
