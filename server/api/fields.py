@@ -269,6 +269,9 @@ LIMIT = "x-limit"  # in a type's JSON schema: a field of RequestLimits, that bou
 NumChoices = Annotated[int, Meta(ge=1, extra_json_schema={LIMIT: "num_choices"})]
 NumLikely = Annotated[int, Meta(ge=0, extra_json_schema={LIMIT: "num_top_logprobs"})]
 _Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
+_Biases = Annotated[dict[str, _Bias], Meta(extra_json_schema={LIMIT: "num_logit_biases"})]
+_Pair = Annotated[list[int | float | bool], Meta(min_length=2, max_length=2)]  # an id, and its bias or false
+_Pairs = Annotated[list[_Pair], Meta(extra_json_schema={LIMIT: "num_logit_biases"})]  # llama-server's
 _SEED = {"minimum": -(2**63), "maximum": 2**64 - 1}  # beyond what Meta holds
 ModelName = Annotated[str, Meta(min_length=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -311,7 +314,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     dry_penalty_last_n: LastTokens | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Meta(min_length=1, max_length=16)] | None = None
     repeat_last_n: LastTokens | None = None
-    logit_bias: Annotated[dict[str, _Bias], Meta(extra_json_schema={LIMIT: "num_logit_biases"})] | None = None
+    logit_bias: _Biases | _Pairs | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     n: NumChoices | None = None
     seed: Annotated[int, Meta(extra_json_schema=_SEED)] | None = None
@@ -533,7 +536,7 @@ def _sampling_params(
         raise InvalidRequest(f"stop must have at most {defaults.limits.num_stops} strings.", "stop")
     values["stop"] = stops
     values["stop_token_ids"] = checked_ids(fields.stop_token_ids or [], "stop_token_ids", defaults.vocab_size)
-    values["logit_bias"] = _logit_bias(fields.logit_bias or {}, defaults)
+    values["logit_bias"] = _logit_bias(_biases(fields.logit_bias or {}), defaults)
     num_logprobs, num_prompt_logprobs = wishes.num_logprobs, wishes.num_prompt_logprobs
     if num_logprobs is None and wishes.param is not None:
         num_logprobs = 0  # the engine delivers single tokens only with their logprobs
@@ -557,6 +560,19 @@ def _check_prompt_logprobs(fields: ChoiceFields, num_echoed: int | None, limits:
     if num_echoed not in (None, num):
         message = f"prompt_logprobs must be as many as logprobs ({num_echoed}) where the prompt is echoed."
         raise InvalidRequest(message, "prompt_logprobs")
+
+
+def _biases(given: _Biases | _Pairs) -> dict[str, float]:
+    """Of pairs the last one for an id counts; false, which keeps an id out, is the lowest bias.
+
+    Raises:
+        InvalidRequest: a bias is true.
+    """
+    if isinstance(given, dict):
+        return given
+    if any(bias is True for _, bias in given):
+        raise InvalidRequest("logit_bias takes numbers, or false for ids that must not come.", "logit_bias")
+    return {str(token_id): -100 if bias is False else bias for token_id, bias in given}
 
 
 def _logit_bias(biases: dict[str, float], defaults: GenerationDefaults) -> tuple[tuple[int, float], ...]:

@@ -70,6 +70,15 @@ def test_what_the_model_suppresses_is_never_sampled_whatever_is_asked() -> None:
     assert biases == {7: -math.inf, 8: 1, 9: -math.inf}
 
 
+def test_biases_come_as_pairs_too() -> None:
+    assert sampling(logit_bias=[[7, 2.5], [8, 1], [8, False]]).logit_bias == ((7, 2.5), (8, -100))
+    assert sampling(logit_bias=[]).logit_bias == ()
+    assert param(logit_bias=[[VOCAB_SIZE, 1]]) == f"logit_bias[{VOCAB_SIZE}]"
+    assert param(logit_bias=[[7.5, 1]]) == "logit_bias[7.5]"
+    assert param(logit_bias=[[7]]) == "logit_bias[0]"
+    assert param(logit_bias=[["Hello", 1]]) == "logit_bias[0][0]"
+
+
 def test_every_field_arrives() -> None:
     assert sampling(
         temperature=1,
@@ -131,7 +140,11 @@ def test_every_field_arrives() -> None:
         ("min_tokens", (0, 10), (-1, UNLIMITED_TOKENS + 1)),
         ("stop", ("a", [], ["a"] * 16, "x" * 1024), ("", ["a"] * 17, "x" * 1025)),
         ("stop_token_ids", ([], [0]), ([0] * 65,)),
-        ("logit_bias", ({}, {"0": 100}, {str(i): 1 for i in range(300)}), ({str(i): 1 for i in range(301)},)),
+        (
+            "logit_bias",
+            ({}, {"0": 100}, {str(i): 1 for i in range(300)}),
+            ({str(i): 1 for i in range(301)}, [[1, True]]),
+        ),
     ],
 )
 def test_a_range_holds_to_its_ends(name: str, inside: tuple[Any, ...], outside: tuple[Any, ...]) -> None:
