@@ -44,11 +44,11 @@ from core.types import (
     StepDelivery,
     Submit,
 )
+from gpu.cpu_kernels.support import choose_for
 from gpu.device import (
     DTYPES,
     MIN_PROBE_BYTES,
     apply_threads,
-    choose_device,
     free_memory_bytes,
     num_physical_cores,
 )
@@ -271,7 +271,7 @@ def open_model(arguments: argparse.Namespace, num_kv_tokens: int, **engine: Any)
     config = model_config(arguments.model)
     engine |= {"device": "cpu", "dtype": arguments.dtype, "threads": arguments.threads}
     asked = EngineConfig(**engine)
-    token_bytes = bytes_per_token(config, kv_dtype_of(config, asked, choose_device(asked)))
+    token_bytes = bytes_per_token(config, kv_dtype_of(config, asked, choose_for(config, asked)))
     engine["max_model_len"] = min(engine["max_model_len"], config.max_position)
     memory_bytes = (num_kv_tokens + BLOCK_SIZE) * token_bytes
     return load_runner(arguments.model, config, EngineConfig(**engine, kv_memory_bytes=memory_bytes), lambda *_: None)
@@ -298,7 +298,8 @@ def random_runner(
     Raises:
         StartupError: the device or its memory.
     """
-    model, choice = parse_model_config(dict(config)), choose_device(engine)
+    model = parse_model_config(dict(config))
+    choice = choose_for(model, engine)
     apply_threads(choice)
     size_bytes = model.num_parameters * choice.dtype.itemsize
     memory = plan_memory(model, engine, choice, size_bytes, free_memory_bytes(choice.device))

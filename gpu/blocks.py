@@ -7,18 +7,16 @@ for instructions that multiply unsigned by signed bytes.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from core.config import EngineConfig, ModelConfig
 from core.gguf import BLOCKS
-from gpu.cache_files import can_keep_kernels
+from gpu.cpu_kernels.support import MIN_PARAMETERS, why_no_numba
 from gpu.device import cpu_flags
 
 NEEDED_FLAGS = {"avx2", "fma", "f16c"}
-MIN_PARAMETERS = 100_000_000  # as for the other kernels: gpu/tune.py
 BLOCK_OUTPUTS = 64
 PART_INPUTS = 256  # decoded at a time: the largest block
 
@@ -148,6 +146,4 @@ def why_no_blocks(model: ModelConfig, engine: EngineConfig, device: torch.device
         return f"the CPU has not all of {', '.join(sorted(NEEDED_FLAGS))}"
     if model.num_parameters < MIN_PARAMETERS and engine.activations == "auto":
         return "the model is too small to repay loading the kernels"
-    if find_spec("numba") is None:
-        return "numba is not installed"
-    return None if can_keep_kernels() else "there is no directory that numba could keep compiled code in"
+    return why_no_numba()

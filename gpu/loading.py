@@ -17,7 +17,8 @@ from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan
 from core.types import SamplingParams
 from gpu.blocks import FORMATS, INT4_FORMATS, why_no_blocks, why_not_in_place
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
+from gpu.cpu_kernels.support import choose_for
+from gpu.device import DeviceChoice, apply_threads, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kv_cache import num_blocks_for
 from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, draft_room, mtp_bytes, plan_checkpoint
@@ -63,7 +64,7 @@ def load_runner(
     Raises:
         StartupError: the device, the files or the memory; before the weights are read where possible.
     """
-    choice = choose_device(engine)
+    choice = choose_for(config, engine)
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packing)
     config = check_checkpoint(checkpoint, config)

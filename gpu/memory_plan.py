@@ -17,7 +17,8 @@ from gpu.adapters import adapter_bytes
 from gpu.attention import MAX_GATHERED_TOKENS, MAX_SCORES
 from gpu.blocks import why_not_in_place
 from gpu.checkpoint import Checkpoint, open_checkpoint
-from gpu.device import DeviceChoice, choose_device, free_memory_bytes
+from gpu.cpu_kernels.support import attends, choose_for
+from gpu.device import DeviceChoice, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
@@ -195,7 +196,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
         DeviceUnavailable: the requested device or dtype.
         NotEnoughMemory: the weights, or the KV cache of one sequence of max_model_len, do not fit.
     """
-    device = choose_device(engine)
+    device = choose_for(model, engine)
     checkpoint = open_checkpoint(directory, model.packing)
     model = check_checkpoint(checkpoint, model)
     offload_slots(model, engine, kv_dtype_of(model, engine, device), free_memory_bytes(torch.device("cpu")))
@@ -544,7 +545,7 @@ def loading_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceC
 
 
 def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
-    """An upper bound: one layer's tensors of a full batch, the widest gather of keys and values, logits and noise."""
+    """An upper bound: one layer's tensors of a full batch, logits, noise; where torch attends, masks and a gather."""
     dtype = device.dtype
     scored_rows = min(piece_rows(model.vocab_size), engine.max_batch_tokens)
     one_layer = engine.max_batch_tokens * _layer_width(model) * dtype.itemsize
@@ -563,7 +564,8 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
     experts = _expert_activation_bytes(model, engine.max_batch_tokens, dtype)
     decoding = _decoding_bytes(model, engine, max_model_len, device)
     recurrent = _recurrent_bytes(model, engine, dtype)
-    return one_layer + mask + gathered + logits + written_out + slabs + experts + decoding + recurrent
+    attention = 0 if attends(model, device) else mask + gathered
+    return one_layer + attention + logits + written_out + slabs + experts + decoding + recurrent
 
 
 def _recurrent_bytes(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> int:

@@ -4,8 +4,8 @@
 |--------------------------|----------------------------------------------------------------------------|
 | operators, attention     | known: the device's kernels where they support it and the model, or torch  |
 | sampling                 | known: the device's kernel, or torch's operators                           |
-| matmuls, norms on a CPU  | known: numba's kernels with avx512_bf16; with AMX, and elsewhere, oneDNN   |
-| gated delta nets         | known: numba's kernel with avx512_bf16; elsewhere torch's operators        |
+| matmuls, norms on a CPU  | known: numba's kernels with AVX-512; with AMX, and elsewhere, oneDNN       |
+| gated delta nets         | known: numba's kernel with AVX-512; elsewhere torch's operators            |
 | matmuls of blocks        | known: numba's kernels with AVX2; int8 and int4 elsewhere by slabs         |
 | layers of few decodes    | known: recorded, where numba's kernels compute all of them                  |
 | threads of a CPU's steps | measured, by a step's tokens                                               |
@@ -32,20 +32,17 @@ from torch import Tensor
 
 from core.config import EngineConfig, ModelConfig
 from core.plan import TimedRow
-from gpu.cache_files import can_keep_kernels, compile_apart, measured_file, read_kept, write_kept
+from gpu.cache_files import compile_apart, measured_file, read_kept, write_kept
+from gpu.cpu_kernels import support
 from gpu.device import DeviceChoice, cpu_flags, cpu_model
 from gpu.kernels import sizes as cuda
-from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
+from gpu.linear import Linear, MatmulChoices, MatmulShape, Served
 from gpu.operators import Operators
 from gpu.sampler import MakeSampler
 from gpu.step_graphs import CudaRecorder
 from gpu.step_shapes import step_shapes
 from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
 
-NEEDED_FLAG = "avx512_bf16"
-HEAD_DIM_STEP = 32  # numbers of bf16 in a register
-# Importing numba takes 0.7 s: a model of this size takes seconds to load, and its steps tens of ms.
-MIN_KERNEL_PARAMETERS = 100_000_000
 MIN_SAMPLING_CAPABILITY = (8, 0)  # tests compile for a newer one; older devices are untested
 MAX_DEVICE_VOCABULARY = 1 << 20  # 8,192 segments, whose maxima one program holds
 
@@ -93,7 +90,7 @@ def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
     else:
         from gpu.cpu_kernels.operators import KernelOperators
 
-        found = KernelOperators(config, has_attention=why_no_cpu_attention(config) is None)
+        found = KernelOperators(config, has_attention=support.why_no_attention(config) is None)
     found.sampler = find_sampler(config, choice)
     return found
 
@@ -104,7 +101,11 @@ def compile_first(config: ModelConfig, choice: DeviceChoice, formats: Set[str]) 
     Args:
         formats: of the blocks that are multiplied as they are.
     """
-    if choice.device.type != "cpu" or config.num_parameters < MIN_KERNEL_PARAMETERS or _why_no_numba() is not None:
+    if (
+        choice.device.type != "cpu"
+        or config.num_parameters < support.MIN_PARAMETERS
+        or support.why_no_numba() is not None
+    ):
         return 0
     others = ["sampling"]
     if why_no_kernels(config, choice) is None:
@@ -141,38 +142,14 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
     """Why the device's kernels cannot serve, as a phrase; None: they can."""
     if choice.device.type == "cuda":
         return cuda.why_no_kernels(config, choice)
-    if choice.device.type != "cpu" or choice.dtype != torch.bfloat16:
-        return f"{choice.dtype_name} on {choice.device.type}: the kernels support bfloat16 on a CPU"
-    if NEEDED_FLAG not in cpu_flags():
-        return f"the CPU has no {NEEDED_FLAG}"
-    if config.num_parameters < MIN_KERNEL_PARAMETERS:
-        return "the model is too small to repay loading the kernels"
-    return _why_no_numba()
-
-
-def _why_no_numba() -> str | None:
-    if find_spec("numba") is None:
-        return "numba is not installed"
-    return None if can_keep_kernels() else "there is no directory that numba could keep compiled code in"
-
-
-def why_no_cpu_attention(config: ModelConfig) -> str | None:
-    """Why the CPU's attention kernel cannot serve where the others do, as a phrase; None: it can."""
-    if config.latent is not None:
-        return "the kernel does not support latent attention"
-    for kind in config.kinds:
-        if kind.head_dim % HEAD_DIM_STEP:
-            return f"heads of {kind.head_dim}: the kernel supports multiples of {HEAD_DIM_STEP}"
-    if config.attention_cap is not None or config.has_sinks:
-        return "the kernel supports neither caps nor sinks"
-    return None
+    return support.why_no_kernels(config, choice)
 
 
 def why_no_sampling_kernel(config: ModelConfig, choice: DeviceChoice) -> str | None:
     """Why it cannot serve, as a phrase; None: it can. It takes float32 logits, whatever computed them."""
     if choice.device.type == "cpu":
-        is_small = config.num_parameters < MIN_KERNEL_PARAMETERS
-        return "the model is too small to repay loading the kernel" if is_small else _why_no_numba()
+        is_small = config.num_parameters < support.MIN_PARAMETERS
+        return "the model is too small to repay loading the kernel" if is_small else support.why_no_numba()
     if choice.device.type != "cuda" or torch.version.hip is not None:
         return f"it is not tested on {choice.device.type}"
     if find_spec("triton") is None:
@@ -211,7 +188,7 @@ def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
     """What computes attention, and why it is not the kernel."""
     is_cuda = choice.device.type == "cuda"
     why = why_no_kernels(config, choice)
-    why = why or (cuda.why_no_attention(config, choice.dtype) if is_cuda else why_no_cpu_attention(config))
+    why = why or (cuda.why_no_attention(config, choice.dtype) if is_cuda else support.why_no_attention(config))
     return f"torch's operators: {why}" if why else f"{'Triton' if is_cuda else 'numba'}'s kernel over block tables"
 
 
@@ -222,7 +199,7 @@ def describe_matmuls(config: ModelConfig, choice: DeviceChoice, engine: EngineCo
         return f"torch's operators: {why}"
     if choice.device.type == "cuda":
         return "Triton's kernels" + (", of fixed tiles" if engine.deterministic else " or cuBLAS, as measured")
-    return "numba's kernel" if keeps_rows() else "oneDNN, by AMX; int8 and int4 by numba's kernel"
+    return "numba's kernel" if "amx_bf16" not in cpu_flags() else "oneDNN, by AMX; int8 and int4 by numba's kernel"
 
 
 def describe_graphs(config: ModelConfig, choice: DeviceChoice, engine: EngineConfig) -> str:

@@ -339,7 +339,8 @@ def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
         StartupError: the model is missing or not supported, or it does not fit.
     """
     from gpu.checkpoint import open_checkpoint
-    from gpu.device import choose_device, free_memory_bytes
+    from gpu.cpu_kernels.support import choose_for
+    from gpu.device import free_memory_bytes
     from gpu.memory_plan import plan_checkpoint
     from gpu.weights import check_checkpoint
 
@@ -353,7 +354,7 @@ def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
         device_type = encoder.device.device.type
         return Plan(device_type, encoder.needed_bytes, 0, encoder.max_model_len, encoder.free_bytes)
     model = parse_config(path, fields, config.max_model_len)
-    device, checkpoint = choose_device(engine), open_checkpoint(path, model.packing)
+    device, checkpoint = choose_for(model, engine), open_checkpoint(path, model.packing)
     model = check_checkpoint(checkpoint, model)
     free_bytes = free_memory_bytes(device.device)
     bound = bounds.get(device.device.type, free_bytes)
@@ -385,9 +386,9 @@ class Fact:
 
 def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
     """Device, threads and memory, whose bandwidth is measured (0.1 s); those of the CPU if the device is missing."""
+    from gpu.cpu_kernels.support import choose_for
     from gpu.device import (
         apply_threads,
-        choose_device,
         free_memory_bytes,
         measure_bandwidth,
         num_physical_cores,
@@ -395,21 +396,20 @@ def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
     )
     from gpu.tune import measured_here
 
-    engine = config.to_engine_config()
+    engine, model = config.to_engine_config(), None
+    with suppress(StartupError):  # the model is not here, or its configuration is not supported
+        path = model_path(config, fetches=False)
+        model = parse_config(path, read_model_config(path), config.max_model_len)
     try:
-        choice = choose_device(engine)
+        choice = choose_for(model, engine)
         device = [
             Fact("device", f"{choice.device}: {choice.device_reason}"),
             Fact("number format", f"{choice.dtype_name}: {choice.dtype_reason}"),
         ]
     except DeviceUnavailable as error:
-        choice = choose_device(replace(engine, device="cpu"))
+        choice = choose_for(model, replace(engine, device="cpu"))
         device = [Fact("device", "none", error)]
     apply_threads(choice)
-    model = None
-    with suppress(StartupError):  # the model is not here, or its configuration is not supported
-        path = model_path(config, fetches=False)
-        model = parse_config(path, read_model_config(path), config.max_model_len)
     measured = measured_here(choice, model)
     total, free = total_memory_bytes(choice.device), free_memory_bytes(choice.device)
     return (
@@ -608,13 +608,13 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
     Raises:
         StartupError: the model is missing or not supported, or it does not fit.
     """
-    from gpu.device import choose_device
+    from gpu.cpu_kernels.support import choose_for
     from gpu.loading import load_runner
     from gpu.tune import forget_measured
 
     path, engine = model_path(config, fetches=False), replace(config.to_engine_config(), tensor_parallel=1)
     model = parse_config(path, read_model_config(path), config.max_model_len)
-    choice = choose_device(engine)
+    choice = choose_for(model, engine)
     if choice.device.type == "cpu":
         forget_measured(choice, model)
     report("measuring threads and kernels")
@@ -701,13 +701,13 @@ def describe_models(found: Sequence[tuple[str, Path]], engine: EngineConfig) -> 
         DeviceUnavailable: the device or dtype asked for.
     """
     from gpu.checkpoint import open_checkpoint
-    from gpu.device import choose_device, free_memory_bytes
+    from gpu.cpu_kernels.support import choose_for
+    from gpu.device import free_memory_bytes
     from gpu.encoder import plan_encoder
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
 
-    choice = choose_device(engine)
-    free_bytes = free_memory_bytes(choice.device)
+    free_bytes = free_memory_bytes(choose_for(None, engine).device)
 
     def describe(name: str, path: Path) -> ModelFacts:
         try:
@@ -720,7 +720,7 @@ def describe_models(found: Sequence[tuple[str, Path]], engine: EngineConfig) -> 
                 model = parse_config(path, fields)
                 checkpoint = open_checkpoint(path, model.packing)
                 model = check_checkpoint(checkpoint, model)
-                needed_bytes = memory_needed(model, engine, choice, checkpoint)
+                needed_bytes = memory_needed(model, engine, choose_for(model, engine), checkpoint)
                 num_parameters, context = model.num_parameters, model.max_position
             check_tokenizer(path)
         except StartupError as error:

@@ -1,4 +1,4 @@
-"""Attention straight over block tables on a CPU, of decodes and prompts, by avx512_bf16. Thread: engine; kernels: any.
+"""Attention straight over block tables on a CPU, of decodes and prompts, by AVX-512. Thread: engine; kernels: any.
 
 A piece of work is some new tokens of a row with the query heads of some KV heads. The context is taken in chunks of 64
 tokens of one KV head. Scores, and sums of values, are matmuls of few rows with a matrix in blocks of 64 outputs

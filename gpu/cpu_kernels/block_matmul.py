@@ -54,20 +54,17 @@ from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
     FLOATS,
-    HALF_BFLOATS,
     INT32,
     INT64,
     LANES,
     PAIRS,
     REGISTER_BYTES,
-    address,
     broadcast,
     call,
     constant,
     emit_by_count,
     emit_prefetch,
     first_lane,
-    floats,
     keep,
     larger,
     load,
@@ -87,6 +84,7 @@ from gpu.cpu_kernels.vectors import (
     store,
     store_bytes,
     store_floats,
+    store_rounded,
     take_next,
     total,
     zeros,
@@ -96,7 +94,6 @@ from gpu.quant import FP8, QuantizedWeight, unpack_nibbles
 
 GROUP = 32  # inputs of x that share a scale
 HAS_VNNI = "avx512_vnni" in cpu_flags()
-HAS_BF16 = "avx512_bf16" in cpu_flags()
 MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
 FEW_ROWS = 4  # multiplied by numbers in registers; each thread quantises them for itself
@@ -187,22 +184,6 @@ def sum_integers(builder, x):
         width //= 2
         x = builder.add(shuffle(builder, x, x, [*range(width)]), shuffle(builder, x, x, [*range(width, 2 * width)]))
     return builder.extract_element(x, ir.Constant(INT32, 0))
-
-
-@operation(nothing, address, floats)
-def store_half_floats(builder, at, value):
-    """Sixteen float32 as bf16, to the nearest, ties to even."""
-    if HAS_BF16:
-        store(builder, at, builder.fptrunc(value, HALF_BFLOATS))
-        return
-    bits = builder.bitcast(value, PAIRS)
-
-    def every(number):
-        return ir.Constant(PAIRS, [number] * LANES)
-
-    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
-    bits = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
-    store(builder, at, builder.trunc(bits, ir.VectorType(ir.IntType(16), LANES)))
 
 
 def _multiplied(builder, sums, weights, x):
@@ -474,7 +455,7 @@ def _write(sums, bias, out, num_outputs, is_bf16, spare):
         target, some = out + size * index, min(LANES, num_outputs - index)
         into = target if some == LANES else spare
         if is_bf16:
-            store_half_floats(into, value)
+            store_rounded(into, value)
         else:
             store_floats(into, value)
         if some < LANES:

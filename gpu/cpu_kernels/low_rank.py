@@ -1,4 +1,4 @@
-"""Products of LoRA adapters on a CPU, by avx512_bf16. Kernel: any thread, without the GIL; the rest: engine.
+"""Products of LoRA adapters on a CPU, by AVX-512. Kernel: any thread, without the GIL; the rest: engine.
 
 One call adds the products of all adapters at a layer's matrix. A piece of work is up to six rows of one adapter: these
 times A, rounded to bf16, times B, added to the rows. B's zeros, where matrices are fused, are neither kept nor

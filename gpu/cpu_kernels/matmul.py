@@ -1,4 +1,4 @@
-"""Matmuls with a prepacked bf16 matrix on a CPU, by avx512_bf16. Kernels: any thread, without the GIL; classes: engine.
+"""Matmuls with a prepacked bf16 matrix on a CPU, by AVX-512. Kernels: any thread, without the GIL; classes: engine.
 
 A matrix lies in blocks of 64 outputs, pairs of inputs side by side; a pair's 64 outputs are 256 bytes. It is packed
 once its layer has been read, onto large pages; oneDNN packs alike, onto small ones. Where 64 does not divide outputs

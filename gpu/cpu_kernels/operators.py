@@ -42,9 +42,10 @@ from gpu.cpu_kernels.vectors import (
     total,
     zeros,
 )
+from gpu.device import cpu_flags
 from gpu.kv_cache import SCALE_BYTES, LayerKV
 from gpu.layers import Gated
-from gpu.linear import Embed, Linear, PackedRows, can_gather, in_blocks, keeps_rows
+from gpu.linear import Embed, Linear, PackedRows, can_gather, in_blocks
 from gpu.operators import HeadNorms, Operators
 from gpu.parameters import RecurrentWeights
 from gpu.quant import Weight
@@ -384,7 +385,7 @@ class KernelOperators(Operators):
 
 def _is_multiplied(weight: Tensor) -> bool:
     """With AMX, which the kernel does not use, oneDNN serves: rows come in panels there (gpu/linear.py)."""
-    return keeps_rows() and weight.dtype == torch.bfloat16 and can_gather(weight.shape)
+    return "amx_bf16" not in cpu_flags() and weight.dtype == torch.bfloat16 and can_gather(weight.shape)
 
 
 def _is_supported(x: Tensor, weight: Tensor | None) -> bool:

@@ -1,8 +1,9 @@
 """Registers of 64 bytes as numba values: 16 float32 (`Floats`), or 16 pairs of bf16 (`Pairs`), one in each 32 bits.
 
-Addresses are integers. Each operation compiles to few LLVM instructions; only the dot product of pairs needs
-avx512_bf16. Python's operators add, subtract, multiply and divide Floats, and round each result. Larger intrinsics are
-written with the operations' `emit`, which takes LLVM's builder and values. Thread: any, without the GIL.
+Addresses are integers. Each operation compiles to few LLVM instructions on a CPU with AVX2; without avx512_bf16 the dot
+product of pairs is two of float32, and numbers are rounded to bf16 as integers. Python's operators add, subtract,
+multiply and divide Floats, and round each result. Larger intrinsics are written with the operations' `emit`, which
+takes LLVM's builder and values. Thread: any, without the GIL.
 
 numba's cache does not notice a change here: it looks only at the files of the functions that it compiles.
 """
@@ -50,6 +51,7 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
+HAS_BF16 = "avx512_bf16" in cpu_flags()
 BFLOATS, HALF_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
@@ -178,20 +180,34 @@ def emit_products(
         rows: addresses of bf16 [2 * num_pairs].
         sums: of each row, memory of Floats for each column.
         columns_of: emits the registers of pairs of the index-th pair of inputs.
-
-    Raises:
-        RuntimeError: without avx512_bf16, where LLVM would end the process.
     """
-    if "avx512_bf16" not in cpu_flags():
-        raise RuntimeError("this kernel needs a CPU with avx512_bf16")
     with cgutils.for_range(builder, num_pairs) as loop:
-        columns = [builder.bitcast(column, BFLOATS) for column in columns_of(loop.index)]
+        columns = columns_of(loop.index)
         place = builder.mul(loop.index, constant(4))
-        for row, of_row in zip(rows, sums, strict=True):
-            pair = builder.bitcast(broadcast(builder, load(builder, builder.add(row, place), INT32), PAIRS), BFLOATS)
-            for total, column in zip(of_row, columns, strict=True):
-                dot = "llvm.x86.avx512bf16.dpbf16ps.512"  # total + column[0] * pair[0] + column[1] * pair[1]
-                builder.store(call(builder, dot, FLOATS, builder.load(total), column, pair), total)
+        x_pairs = [broadcast(builder, load(builder, builder.add(row, place), INT32), PAIRS) for row in rows]
+        if HAS_BF16:
+            dot = "llvm.x86.avx512bf16.dpbf16ps.512"  # total + column[0] * pair[0] + column[1] * pair[1]
+            columns, x_pairs = ([builder.bitcast(each, BFLOATS) for each in both] for both in (columns, x_pairs))
+            _emit_each(builder, x_pairs, columns, sums, lambda total, *both: call(builder, dot, FLOATS, total, *both))
+            return
+        for half in (_first_halves, _second_halves):  # so that few registers are in use
+            firsts, seconds = ([half(builder, each) for each in both] for both in (x_pairs, columns))
+            _emit_each(builder, firsts, seconds, sums, lambda total, x, y: multiply_add.emit(builder, x, y, total))
+
+
+def _emit_each(builder, x_pairs, columns, sums, add):
+    for pair, of_row in zip(x_pairs, sums, strict=True):
+        for total, column in zip(of_row, columns, strict=True):
+            builder.store(add(builder.load(total), pair, column), total)
+
+
+def _first_halves(builder, x):
+    """Of pairs of bf16, the first of each as float32."""
+    return builder.bitcast(builder.shl(x, ir.Constant(PAIRS, [16] * LANES)), FLOATS)
+
+
+def _second_halves(builder, x):
+    return builder.bitcast(builder.and_(x, ir.Constant(PAIRS, [-(1 << 16)] * LANES)), FLOATS)
 
 
 @operation(floats)
@@ -216,8 +232,12 @@ def load_pairs(builder, at):
 def load_integers(builder, at):
     """int8 [32] as bf16 [32], exactly."""
     values = load(builder, at, ir.VectorType(ir.IntType(8), 2 * LANES))
-    found = builder.fptrunc(builder.sitofp(values, ir.VectorType(FLOAT, 2 * LANES)), BFLOATS)
-    return builder.bitcast(found, PAIRS)
+    found = builder.sitofp(values, ir.VectorType(FLOAT, 2 * LANES))
+    if HAS_BF16:
+        return builder.bitcast(builder.fptrunc(found, BFLOATS), PAIRS)
+    wide = ir.VectorType(INT32, 2 * LANES)
+    high = builder.lshr(builder.bitcast(found, wide), ir.Constant(wide, [16] * 2 * LANES))
+    return builder.bitcast(builder.trunc(high, HALVES), PAIRS)
 
 
 @operation(floats, address)
@@ -255,7 +275,17 @@ def store_pairs(builder, at, value):
 @operation(nothing, address, floats)
 def store_rounded(builder, at, value):
     """Sixteen float32 as bf16 [16], to the nearest, ties to even."""
-    store(builder, at, builder.fptrunc(value, HALF_BFLOATS))
+    if HAS_BF16:
+        store(builder, at, builder.fptrunc(value, HALF_BFLOATS))
+        return
+    bits = builder.bitcast(value, PAIRS)
+
+    def every(number):
+        return ir.Constant(PAIRS, [number] * LANES)
+
+    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+    bits = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+    store(builder, at, builder.trunc(bits, ir.VectorType(ir.IntType(16), LANES)))
 
 
 @operation(floats, types.float32)

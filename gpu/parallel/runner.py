@@ -20,7 +20,8 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import DeviceUnavailable
 from core.plan import DeviceError, Int32Array, StepOutput, StepPlan
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
+from gpu.cpu_kernels.support import choose_for
+from gpu.device import DeviceChoice, apply_threads, free_memory_bytes
 from gpu.linear import can_gather, can_pack
 from gpu.loading import load_planned, time_rows, warm_up
 from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
@@ -52,7 +53,7 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
     """
     num_ranks = engine.tensor_parallel
     engine = replace(engine, graphs="off")  # see this module's docstring
-    chosen = choose_device(engine)
+    chosen = choose_for(model, engine)
     check_shards(model, num_ranks, prequantized_scheme(model, engine.quantize, chosen.device) is not None)
     choice = rank_choice(chosen, engine, rank)
     checkpoint = open_checkpoint(path, model.packing)

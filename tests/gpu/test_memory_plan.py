@@ -8,6 +8,8 @@ import torch
 
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from core.errors import NotEnoughMemory, StartupError
+from gpu.attention import MAX_GATHERED_TOKENS
+from gpu.cpu_kernels import support
 from gpu.device import DeviceChoice
 from gpu.memory_plan import (
     FIX_MARGIN,
@@ -37,6 +39,12 @@ MODEL = ModelConfig(
 )
 BF16 = DeviceChoice(torch.device("cpu"), "", torch.bfloat16, "", 1, "")
 CUDA = dataclasses.replace(BF16, device=torch.device("cuda"))
+
+
+@pytest.fixture(autouse=True)
+def any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same figures on every CPU: kernels need less."""
+    monkeypatch.setattr(support, "cpu_flags", frozenset)
 
 
 def plan(free_gib: float, device: DeviceChoice = BF16, **engine: Any) -> MemoryPlan:
@@ -186,6 +194,15 @@ def test_what_weights_take_while_they_load_is_told_before() -> None:
     one_layer_bytes = 2 * 4096 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 14_336)
     weights_bytes = plan_memory(MODEL, quantized, BF16, 0, 100 * GIB).weights_bytes
     assert memory_needed(MODEL, quantized, BF16) == weights_bytes + one_layer_bytes
+
+
+def test_where_a_kernel_attends_no_keys_and_values_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for flags in ("avx2", "avx2 avx512bw"):
+        monkeypatch.setattr(support, "cpu_flags", lambda flags=flags: frozenset(flags.split()))
+        monkeypatch.setattr(support, "why_no_numba", lambda: None)
+        found.append(plan(100).activation_bytes)
+    assert found[0] - found[1] >= MAX_GATHERED_TOKENS * 2 * 2 * 8 * 128  # keys and values in bf16
 
 
 def test_a_step_does_not_take_the_memory_of_all_sequences_at_full_length() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from core.plan import TimedRow
-from gpu import linear, tune
+from gpu import device, tune
 from gpu.cache_files import measured_file
+from gpu.cpu_kernels import support
 from gpu.device import DeviceChoice
 from gpu.linear import MOST_FEW_ROWS, Linear, MatmulChoices, Served, make_linear
 from gpu.operators import Operators
@@ -39,7 +40,6 @@ from gpu.tune import (
     read_measured,
     seconds_of,
     timed_steps,
-    why_no_cpu_attention,
     why_no_kernels,
     why_no_sampling_kernel,
 )
@@ -427,18 +427,38 @@ def test_a_large_models_start_chooses(config: ModelConfig, is_measured: bool) ->
 @pytest.mark.parametrize(
     ("config", "device", "flag", "why"),
     [
-        (LARGE, TWO_CORES, tune.NEEDED_FLAG, "float32 on cpu"),
-        (SMALL, CPU, tune.NEEDED_FLAG, "too small"),
-        (LARGE, CPU, "avx2", "the CPU has no avx512_bf16"),
+        (LARGE, TWO_CORES, support.NEEDED_FLAG, "float32 on cpu"),
+        (SMALL, CPU, support.NEEDED_FLAG, "too small"),
+        (LARGE, CPU, "avx2", "the CPU has no avx512bw"),
     ],
     ids=["dtype", "size", "flags"],
 )
 def test_torch_serves_where_the_kernels_cannot(
     config: ModelConfig, device: DeviceChoice, flag: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "cpu_flags", lambda: frozenset([flag]))
+    monkeypatch.setattr(support, "cpu_flags", lambda: frozenset([flag]))
     assert why in (why_no_kernels(config, device) or "")
     assert type(find_operators(config, device)) is Operators
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "flags", "dtype"),
+    [
+        (LARGE, "auto", "avx2 avx512bw", torch.bfloat16),
+        (LARGE, "float32", "avx2 avx512bw", torch.float32),
+        (LARGE, "auto", "avx2", torch.float32),
+        (SMALL, "auto", "avx2 avx512bw", torch.float32),
+        (dataclasses.replace(LARGE, has_sinks=True), "auto", "avx2 avx512bw", torch.float32),
+        (SMALL, "auto", "avx512bw avx512_bf16", torch.bfloat16),
+    ],
+    ids=["kernels", "asked", "avx2", "small", "sinks", "native"],
+)
+def test_a_cpu_without_bf16_serves_in_it_what_kernels_compute_whole(
+    config: ModelConfig, asked: str, flags: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (device, support):
+        monkeypatch.setattr(module, "cpu_flags", lambda: frozenset(flags.split()))
+    assert support.choose_for(config, EngineConfig(device="cpu", dtype=asked)).dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -446,7 +466,7 @@ def test_torch_serves_where_the_kernels_cannot(
     [({}, ""), ({"head_dim": 80}, "heads of 80"), ({"attention_cap": 50.0}, "caps"), ({"has_sinks": True}, "sinks")],
 )
 def test_why_the_cpus_attention_kernel_cannot_serve(changed: dict[str, Any], why: str) -> None:
-    found = why_no_cpu_attention(dataclasses.replace(LARGE, **changed))
+    found = support.why_no_attention(dataclasses.replace(LARGE, **changed))
     assert why in found if found is not None else not changed
 
 
@@ -457,8 +477,8 @@ def test_why_the_cpus_attention_kernel_cannot_serve(changed: dict[str, Any], why
 def test_what_multiplies_and_attends_is_described(
     others: tuple[str, ...], multiplies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tune, linear):
-        monkeypatch.setattr(module, "cpu_flags", lambda: frozenset([tune.NEEDED_FLAG, *others]))
+    for module in (tune, support):
+        monkeypatch.setattr(module, "cpu_flags", lambda: frozenset([support.NEEDED_FLAG, *others]))
     assert describe_matmuls(LARGE, CPU, EngineConfig()) == multiplies
     assert describe_attention(LARGE, CPU) == "numba's kernel over block tables"
     assert "too small" in describe_matmuls(SMALL, CPU, EngineConfig())
@@ -484,7 +504,8 @@ def test_why_the_sampling_kernel_cannot_serve(
     why: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tune, "find_spec", lambda name: None if name == missing else object())
+    for module in (tune, support):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert why_no_sampling_kernel(config, device) == why
     if device is CPU:

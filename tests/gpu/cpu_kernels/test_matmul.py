@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpu.blocks import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.linear import blocks_of, can_pack, in_blocks, pack
 
-if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
-    pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed matmuls", allow_module_level=True)
+if not cpu_flags() >= NEEDED_FLAGS or not can_pack(torch.bfloat16, torch.device("cpu")):
+    pytest.skip("needs a CPU with AVX2, and a torch with oneDNN's packed matmuls", allow_module_level=True)
 
 from gpu.cpu_kernels.matmul import PackedMatmul
 from gpu.cpu_kernels.operators import KernelOperators
@@ -87,6 +88,7 @@ def test_a_matrix_that_is_padded_is_left_to_onednn(
         assert torch.equal(matmul(x[:num_rows]), whole[:num_rows])
 
 
+@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16, whose layout is known")
 def test_the_layout_is_onednns_own() -> None:
     weight = noise(128, 192)
     packed = pack(weight)

@@ -7,13 +7,14 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig
-from gpu import tune
+from gpu.blocks import NEEDED_FLAGS
+from gpu.cpu_kernels import support
 from gpu.device import cpu_flags, num_physical_cores
 from tests.gpu.conftest import open_runner
 from tests.gpu.driver import Driver, make_plan
 
-if "avx512_bf16" not in cpu_flags():
-    pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
+if not cpu_flags() >= NEEDED_FLAGS:
+    pytest.skip("needs a CPU with AVX2", allow_module_level=True)
 
 from gpu.cpu_kernels.recorded import RecordedLayers
 
@@ -64,7 +65,7 @@ def logits(directory: Path, dtype: str, is_recorded: bool = True) -> torch.Tenso
 def test_the_kernels_logits_are_as_near_to_float32_as_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = windowed_model(tmp_path, 112)
     exact, torchs = (logits(model, dtype) for dtype in ("float32", "bfloat16"))
-    monkeypatch.setattr(tune, "MIN_KERNEL_PARAMETERS", 0)
+    monkeypatch.setattr(support, "MIN_PARAMETERS", 0)
     kernels = logits(model, "bfloat16")
     assert not torch.equal(kernels, torchs)  # they were used
     assert (kernels - exact).abs().max() < 1.25 * (torchs - exact).abs().max()
@@ -79,7 +80,7 @@ def test_layers_that_are_recorded_compute_the_same_bits(
     num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    monkeypatch.setattr(tune, "MIN_KERNEL_PARAMETERS", 0)
+    monkeypatch.setattr(support, "MIN_PARAMETERS", 0)
     started = list[int]()
     start = RecordedLayers.run
     monkeypatch.setattr(RecordedLayers, "run", lambda *given: started.append(1) or start(*given))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpu.blocks import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.kv_cache import SCALE_BYTES, Int8LayerKV, LayerKV
 from gpu.layers import GATED
@@ -10,8 +11,8 @@ from gpu.operators import Operators
 from tests.gpu import operator_cases
 from tests.gpu.operator_cases import CONFIG, EPS, NORMS, kv_of, norms_of, rotation_of
 
-if "avx512_bf16" not in cpu_flags():
-    pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
+if not cpu_flags() >= NEEDED_FLAGS:
+    pytest.skip("needs a CPU with AVX2", allow_module_level=True)
 
 from gpu.cpu_kernels.operators import GATES, KernelOperators
 

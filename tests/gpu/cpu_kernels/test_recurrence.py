@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from core.config import RecurrentConfig
+from gpu.blocks import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.parameters import RecurrentWeights
 from gpu.recurrence import LayerStates, Recurrence, RecurrentRows, Run, States, make_recurrence
 from tests.gpu.operator_cases import noise
 
-if "avx512_bf16" not in cpu_flags():
-    pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
+if not cpu_flags() >= NEEDED_FLAGS:
+    pytest.skip("needs a CPU with AVX2", allow_module_level=True)
 
 from gpu.cpu_kernels.recurrence import KINDS
 
