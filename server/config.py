@@ -933,10 +933,3 @@ def _row(field_name: str, option: Option) -> Option:
 
 OPTIONS = tuple(_row(one.name, one.metadata["option"]) for one in fields(ServerConfig) if one.metadata)
 """In the order of --help."""
-
-# Switches of the last release, each with the setting and the value that it stands for. The next release drops them.
-REPLACED = {"no_overlap": ("overlap", "off"), "lazy_graphs": ("graphs", "lazy")}
-OLD_OPTIONS = tuple(
-    _row(name, Option(False, yes_or_no, "BOOL", f"as --{instead} {value}", "engine", is_rare=True, is_switch=True))
-    for name, (instead, value) in REPLACED.items()
-)

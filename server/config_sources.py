@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from core.errors import ExitCode, StartupError
-from server.config import ENVIRONMENT_PREFIX, OLD_OPTIONS, OPTIONS, REPLACED, Option, ServerConfig
+from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
 from server.gate.tenants import parse_tenants
 from server.ledger.usage import parse_prices
 from server.observing.slo import parse_slo
@@ -24,13 +24,13 @@ from server.values import BadValueError, MissingPathError, NamedPath, did_you_me
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS, PRICES, SLO, MODELS = "tenants", "prices", "slo", "models"  # the file's tables
-_BY_KEY = {option.toml_key: option for option in (*OPTIONS, *OLD_OPTIONS) if option.in_file}
+_BY_KEY = {option.toml_key: option for option in OPTIONS if option.in_file}
 _OF_THE_LIST = ("model", "served_model_name", "alias", "models_dir", "models_memory", "keep_alive", "lora", "lora_dir")
-_OF_AN_ENGINE = [one for one in (*OPTIONS, *OLD_OPTIONS) if one.section in ("model", "engine")]
+_OF_AN_ENGINE = [one for one in OPTIONS if one.section in ("model", "engine")]
 _OF_MODELS = [  # settings that an entry of [[models]] may have for its process
-    one.toml_key for one in _OF_AN_ENGINE if one in OPTIONS and one.toml_key not in _OF_THE_LIST
+    one.toml_key for one in _OF_AN_ENGINE if one.toml_key not in _OF_THE_LIST
 ]
-_BY_FIELD = {option.field_name: option for option in (*OPTIONS, *OLD_OPTIONS)}
+_BY_FIELD = {option.field_name: option for option in OPTIONS}
 
 
 class Given(NamedTuple):
@@ -74,10 +74,9 @@ def load_config(
         tables["slo"] = parse_slo(content.pop(SLO, {}), path)
         tables["prices"] = parse_prices(content.pop(PRICES, {}), path)
         given = _from_file(content, path) | given
-    warnings = _replace_old(given)
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
-    config = ServerConfig(**values, **tables, origins=origins, warnings=warnings)
+    config = ServerConfig(**values, **tables, origins=origins)
     return _with_own_models(config, config_file.value if config_file else None) if finds_models else config
 
 
@@ -170,28 +169,6 @@ def _own_model(config: ServerConfig, model: ModelSettings, path: Path | None) ->
     process = config.process_of(model, source, settings)
     process.to_engine_config()  # refuses contradictions
     return process
-
-
-def _replace_old(given: dict[str, Given]) -> tuple[str, ...]:
-    """Replace switches of the last release by the settings that they stand for. Returns a warning for each.
-
-    Raises:
-        StartupError: a switch contradicts its setting.
-    """
-    warnings = []
-    for name, (instead, value) in REPLACED.items():
-        old = given.pop(name, None)
-        if old is None or not old.value:
-            continue
-        flag, now = _BY_FIELD[name].flag, f"{_BY_FIELD[instead].flag} {value}"
-        new = given.get(instead)
-        if new is None or new.value == "auto":
-            given[instead] = Given(value, old.origin)
-        elif new.value != value:
-            cause = f"{_BY_FIELD[instead].flag} {new.value} and {flag} contradict each other"
-            raise StartupError(cause, "leave one out", ExitCode.CONFIGURATION)
-        warnings.append(f"{old.origin} is an old name, which the next release will not take: use {now}")
-    return tuple(warnings)
 
 
 def wanted_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 from core.errors import ExitCode, StartupError
 from server.commands.tls_trust import add_trust_flags
-from server.config import OLD_OPTIONS, OPTIONS, Option
+from server.config import OPTIONS, Option
 from server.gate.tenants import LOCAL_NAME
 from server.ledger.store import Grouping
 from server.values import BadValueError, did_you_mean
@@ -253,13 +253,11 @@ def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> 
         parser.usage = "%(prog)s [options]"
     if any(option.is_rare for option in options):
         parser.add_argument("--help-all", action="help", help="show this, and rarely needed settings")
-        options = [*options, *OLD_OPTIONS]
     for heading in dict.fromkeys(option.section for option in options):
         section = parser.add_argument_group(heading)
         for option in options:
             if option.section == heading:
-                is_shown = option not in OLD_OPTIONS and (shows_all or not option.is_rare)
-                _add_option(section, option, _help(option) if is_shown else argparse.SUPPRESS)
+                _add_option(section, option, _help(option) if shows_all or not option.is_rare else argparse.SUPPRESS)
 
 
 def _add_option(section: argparse._ArgumentGroup, option: Option, text: str) -> None:
@@ -310,5 +308,5 @@ def given_value(flag: str, text: str, parse: Callable[[str], T], sample: str) ->
 
 def flags_given(arguments: argparse.Namespace) -> dict[str, str | list[str]]:
     given = vars(arguments)
-    names = [option.field_name for option in (*OPTIONS, *OLD_OPTIONS)]
+    names = [option.field_name for option in OPTIONS]
     return {name: given[name] for name in names if given.get(name) is not None}

@@ -8,7 +8,7 @@ from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.config_sources import load_config
 from server.values import HubId
-from tests.server.given_settings import refusal, toml_flag, typed
+from tests.server.given_settings import refusal, toml_flag
 
 Flags = dict[str, str | list[str]]
 
@@ -113,7 +113,7 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
             "--graphs out",
         ),
         (
-            {"lazy_graphs": "true", "tensor_parallel": "2"},
+            {"graphs": "lazy", "tensor_parallel": "2"},
             "--graphs lazy does not work with --tensor-parallel 2",
             "--graphs out",
         ),
@@ -130,36 +130,3 @@ def test_settings_that_exclude_each_other_are_refused(flags: Flags, cause: str, 
     assert refused.value.cause.startswith(cause)
     assert fix in refused.value.fix
     assert refused.value.exit_code == ExitCode.CONFIGURATION
-
-
-OLD_TWICE = ["--graphs", "auto", "--lazy-graphs", "--overlap", "off", "--no-overlap"]
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted", "origins"),
-    [
-        ([], ("auto", "auto"), []),
-        (["--no-overlap"], ("off", "auto"), ["--no-overlap"]),
-        (["--lazy-graphs"], ("auto", "lazy"), ["--lazy-graphs"]),
-        (["--overlap", "on", "--graphs", "lazy"], ("on", "lazy"), []),
-        (OLD_TWICE, ("off", "lazy"), ["--no-", "--lazy-"]),
-    ],
-)
-def test_switches_of_the_last_release_stand_for_a_mode_with_a_warning(
-    given: list[str], wanted: tuple[str, str], origins: list[str]
-) -> None:
-    config = load_config(typed("serve", *given), {})
-    engine = config.to_engine_config()
-    assert (engine.overlap, engine.graphs) == wanted
-    assert len(config.warnings) == len(origins)
-    assert all(told.startswith(origin) for told, origin in zip(config.warnings, origins, strict=True))
-
-
-def test_a_switch_of_the_last_release_comes_from_any_source_and_may_not_contradict(tmp_path: Path) -> None:
-    config = load_config(toml_flag(tmp_path, "lazy_graphs = true"), {"STEPLOOP_NO_OVERLAP": "1"})
-    assert (config.overlap, config.graphs) == ("off", "lazy")
-    assert config.warnings[0] == (
-        "STEPLOOP_NO_OVERLAP is an old name, which the next release will not take: use --overlap off"
-    )
-    error = refusal({"overlap": "on", "no_overlap": "true"}, {})
-    assert error.cause == "--overlap on and --no-overlap contradict each other"
