@@ -108,19 +108,19 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
             if (model.path is None) != (one.path is None):
                 cause = f"the adapter {one.name!r} in {path} "
                 cause += "has no path" if one.path is None else "has a path, and upstreams answer for its model"
-                fix = "name the adapter's directory where its model has a path, and only there"
+                fix = "set path for the adapter if its model has a path, and only then"
                 raise StartupError(cause, fix, ExitCode.CONFIGURATION)
         models[i] = structs.replace(model, adapters={one.name: one.path for one in of_model})
     adapters = [one for one in adapters if not any(one.name in model.adapters for model in models)]
     config = replace(config, models=tuple(models))
     config = replace(config, loras=(*config.loras, *_own_adapters(config, adapters, path)))
     if config.takes_adapters and not config.has_engine:
-        cause = "--lora and --lora-dir are for the model of this process, and there is none"
+        cause = "--lora and --lora-dir apply to the model of this process, and there is none"
         raise StartupError(cause, "--model, or adapter_of with the name of one of [[models]]", ExitCode.CONFIGURATION)
     own = tuple(_own_model(config, model, path) for model in models if model.path is not None)
     origins = dict(config.origins)
     unused = tuple(
-        f"{origins[name]} does nothing: it is for models that are started when they are asked for, and there is none"
+        f"{origins[name]} has no effect: it is for models that start on request, and there is none"
         for name in ("models_memory_bytes", "keep_alive_s")
         if name in origins and not own
     )
@@ -140,7 +140,7 @@ def _own_adapters(config: ServerConfig, adapters: Sequence[ModelSettings], path:
     for one in adapters:
         if one.adapter_of not in own:
             known = ", ".join((*own, *(model.name for model in config.models)))
-            cause = f"the adapter {one.name!r} in {path} is of {one.adapter_of!r}, which is none of the models: {known}"
+            cause = f"the adapter {one.name!r} in {path} has adapter_of {one.adapter_of!r}, which is none of: {known}"
             raise StartupError(cause, "adapter_of = the name of one of them", ExitCode.CONFIGURATION)
     return [_adapter(one.name, one.path, path) for one in adapters]
 
@@ -249,7 +249,7 @@ def _line_fix(line: str) -> str | None:
         return None
     value = match[2] if re.fullmatch(r"\d+|true|false", match[2]) else f'"{match[2]}"'
     mended = f"{option.toml_key} = {value}"
-    return f"{option.toml_key} stands there twice: remove one" if mended == line else f"write that line as {mended}"
+    return f"{option.toml_key} is set twice: remove one" if mended == line else f"write that line as {mended}"
 
 
 def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:

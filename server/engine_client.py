@@ -558,7 +558,7 @@ class EngineClient:
         if store.num_undeleted:
             message = (
                 f"{_CLEARED}, but {store.num_undeleted} of its files could not be deleted: a restarted server may read "
-                "them. The log says which and why. Mend that and ask again."
+                "them. The log says which and why. Correct it and ask again."
             )
             raise ServiceError(ErrorKind.ENGINE, message, "cache_files_undeleted")
 

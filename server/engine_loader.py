@@ -588,15 +588,15 @@ def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
 def _shown_tools(files: ModelFiles, tool_format: str) -> str:
     style = tool_style_of(files.chat_template, tool_format)
     if style is None:
-        return "none: the chat template has no form for calls that is known"
+        return "none: the chat template has no known tool call format"
     origin = "found in the chat template" if tool_format == ANY_FORMAT else "as --tool-format says"
-    return f"calls in the format {style.format}, {origin}"
+    return f"tool calls in the format {style.format}, {origin}"
 
 
 def _shown_thoughts(files: ModelFiles) -> str:
     style = thought_style_of(files.chat_template)
     if style is None:
-        return "none: the chat template has none that is known"
+        return "none: the chat template has no known reasoning format"
     switch = f", turned on and off by {style.switch}" if style.switch else ""
     effort = ", with reasoning_effort" if style.takes_effort else ""
     return f"in the form {style.name}, found in the chat template{switch}{effort}"

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
             batch = _wait(client, state.batch_id)
             written = _write(client, batch, file)
     except KeyboardInterrupt:
-        print("\nstopped: the same command goes on", file=sys.stderr)
+        print("\nstopped: the same command continues", file=sys.stderr)
         return INTERRUPTED
     shutil.rmtree(beside)
     counts = batch["request_counts"]
@@ -102,7 +102,7 @@ def _load(beside: Path, url: str | None) -> _State:
         return _State(url, key=secrets.token_urlsafe(24))
     if state.url != url:
         where = "in this process" if state.url is None else f"by {state.url}"
-        raise StartupError(f"the file is being answered {where}", f"go on there, or remove {beside}", ExitCode.USAGE)
+        raise StartupError(f"the file is being answered {where}", f"continue there, or remove {beside}", ExitCode.USAGE)
     return state
 
 

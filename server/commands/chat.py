@@ -41,11 +41,11 @@ READY_POLL_S = 0.25
 # Sections of settings that a private server ignores
 _FOR_OTHER_CLIENTS = ("server", "listening", "access", "ledger", "files and batches")
 SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "system": (str, "what the model is told before the conversation"),
-    "temperature": (float, "0 always takes the likeliest token; 1 samples as the model says"),
+    "system": (str, "instructions for the model before the conversation"),
+    "temperature": (float, "0 always takes the likeliest token; 1 samples from the model's distribution"),
     "top_k": (int, "sample among the k likeliest tokens; 0: all"),
-    "top_p": (float, "sample among the likeliest tokens that make up this share"),
-    "min_p": (float, "leave out tokens below this share of the likeliest one's"),
+    "top_p": (float, "sample among the likeliest tokens that have this probability together"),
+    "min_p": (float, "leave out tokens below this fraction of the likeliest one's probability"),
     "max_tokens": (int, "longest answer"),
     "seed": (int, "the same seed gives the same answer"),
     "repetition_penalty": (float, "above 1: repeat less"),
@@ -55,7 +55,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 COMMANDS = {
     "/set": "show the settings",
-    "/set KEY VALUE": "change one; /set KEY alone takes it back",
+    "/set KEY VALUE": "change one; /set KEY alone resets it",
     "/stats": "figures of the last answer",
     "/clear": "forget the conversation",
     "/bye": "leave (so does Ctrl-D)",
@@ -408,7 +408,7 @@ class ChatClient:
             yield response
 
     def _unreachable(self, what: str) -> StartupError:
-        fix = "start a server (steploop serve), name another with --url, or chat in this process with --model DIR"
+        fix = "start a server (steploop serve), name one with --url, or chat in this process with --model DIR"
         return StartupError(f"{self.url} {what}", fix, ExitCode.UNREACHABLE)
 
     def refusal(self, status: int, body: bytes) -> StartupError:

@@ -27,18 +27,18 @@ examples:
   steploop serve --config steploop.toml --max-model-len 8192""",
     "chat": """\
 examples:
-  steploop chat                                   with the server on this machine, or one of its own
+  steploop chat                                   with the server on this machine, or one that it starts itself
   steploop chat -q "What is a KV cache?"          one answer on stdout, figures on stderr
   echo "What is a token?" | steploop chat -q -
   steploop chat --url https://host:8443 --api-key KEY
-  steploop chat --model ~/models/Qwen3-0.6B       in this process, whatever else is up""",
+  steploop chat --model ~/models/Qwen3-0.6B       in this process, even if a server is running""",
     "batch": """\
 examples:
   steploop batch requests.jsonl                   in this process, by the embedded model
   steploop batch requests.jsonl --model DIR
   steploop batch requests.jsonl --url https://host:8443 --api-key KEY --window 2h
 
-Answers are in requests.output.jsonl, errors in requests.error.jsonl. Ctrl-C stops; the same command goes on.
+Answers are in requests.output.jsonl, errors in requests.error.jsonl. Ctrl-C stops; the same command continues.
 Exit codes: 0: all lines are answered; 1: some have failed.""",
     "doctor": """\
 examples:
@@ -53,21 +53,21 @@ examples:
   steploop keys list --keys-file keys.json
   steploop keys revoke sl-3fK9xQ2a --keys-file keys.json
 
-A key is shown once, when it is created; the file keeps its SHA-256. A running server takes what has changed on SIGHUP:
+A key is shown once, when it is created; the file keeps its SHA-256. A running server reads the file again on SIGHUP:
 systemctl reload steploop, or kill -HUP and its process id.""",
     "models": """\
 examples:
-  steploop models                                 the embedded one, and those of the Hugging Face cache
-  steploop models --dir ~/models --json           and those in a directory or below it; as JSON
+  steploop models                                 the embedded one, and those in the Hugging Face cache
+  steploop models --dir ~/models --json           also those in or below a directory; as JSON
   steploop models pull Qwen/Qwen3-0.6B            fetch one into the cache
-  steploop models load qwen3-4b                   of a running server that starts models when they are asked for
+  steploop models load qwen3-4b                   on a running server that starts models on request
   steploop models unload qwen3-4b --url https://host:8443 --api-key KEY""",
     "replay": """\
 examples:
   steploop serve --model DIR --deterministic --record records --record-bodies
-  steploop replay records --model DIR             with the model in this process, by the same settings as the server's
+  steploop replay records --model DIR             with the model in this process, and the server's settings
   steploop replay records --url http://host:8000 --api-key KEY
-  steploop replay records --model DIR --anyway    would another version, or other settings, say the same?
+  steploop replay records --model DIR --anyway    would another version, or other settings, give the same?
 
 Exit codes: 0: all tokens are the same; 1: some differ; 9: none differ, but some requests cannot be compared.""",
     "usage": """\
@@ -76,7 +76,7 @@ examples:
   steploop usage --config steploop.toml --tenant acme --since 2030-01-01 --by model
   steploop usage --ledger ledger.db --since 30d --by tenant --csv > usage.csv
 
-Days are those of UTC. What is in progress is left out. Prices are in the currency of [prices] (docs/ledger.md).""",
+Days are in UTC. Requests in progress are not counted. Prices are in the currency of [prices] (docs/ledger.md).""",
 }
 SOURCES = """\
 settings:
@@ -140,17 +140,17 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="load the model and measure again which threads and kernels are the fastest for it (on a CPU)",
+        help="load the model and measure again which numbers of threads and kernels are fastest (on a CPU)",
     )
     _add_options(parser, OPTIONS)
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
     actions = ("load", "unload", "pull")
-    parser.add_argument("action", choices=actions, nargs="?", help="of one model, instead of listing all")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which; to pull: org/name[@revision]")
+    parser.add_argument("action", choices=actions, nargs="?", help="act on one model, instead of listing all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the model; to pull: org/name[@revision]")
     parser.add_argument(
-        "--url", help="of the server that loads or unloads (default: the one that these settings would start)"
+        "--url", help="server that loads or unloads it (default: the one that these settings would start)"
     )
     add_trust_flags(parser)
     parser.add_argument(
@@ -167,7 +167,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
-    create = actions.add_parser("create", help="make a key and show it, once", allow_abbrev=False)
+    create = actions.add_parser("create", help="create a key and show it once", allow_abbrev=False)
     create.add_argument(
         "--tenant", metavar="NAME", help=f"tenant of the key, one of [[tenants]] (default without any: {LOCAL_NAME})"
     )
@@ -194,7 +194,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_usage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tenant", metavar="NAME", help="show this tenant alone")
+    parser.add_argument("--tenant", metavar="NAME", help="show only this tenant")
     parser.add_argument(
         "--since",
         metavar="WHEN",
@@ -204,7 +204,7 @@ def _add_usage(parser: argparse.ArgumentParser) -> None:
         "--by",
         choices=[grouping.value for grouping in Grouping],
         default=Grouping.DAY.value,
-        help="print a line for each",
+        help="print a line for each of these",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV: prices in millionths, times in microseconds")
@@ -214,18 +214,20 @@ def _add_usage(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("records", nargs="+", type=Path, metavar="FILE", help="of --record, or its directory")
-    parser.add_argument("--request", metavar="ID", help="replay this request alone")
+    parser.add_argument(
+        "records", nargs="+", type=Path, metavar="FILE", help="file written by --record, or its directory"
+    )
+    parser.add_argument("--request", metavar="ID", help="replay only this request")
     parser.add_argument("--url", help="server to ask (default: the model is served in this process)")
     parser.add_argument(
-        "--anyway", action="store_true", help="compare although the model, the settings or the version differ"
+        "--anyway", action="store_true", help="compare even if the model, the settings or the version differ"
     )
     add_trust_flags(parser)
     _add_options(parser, [option for option in OPTIONS if option.field_name in CHAT_FIELDS])
 
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="requests, one on a line, as /v1/batches takes them")
+    parser.add_argument("file", type=Path, metavar="FILE", help="requests, one per line, in the format of /v1/batches")
     parser.add_argument("--url", help="server to ask (default: the model is served in this process)")
     parser.add_argument("--window", metavar="TIME", default="24h", help="completion window [24h]")
     add_trust_flags(parser)
@@ -252,7 +254,7 @@ def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> 
     if len(options) > MAX_IN_USAGE:
         parser.usage = "%(prog)s [options]"
     if any(option.is_rare for option in options):
-        parser.add_argument("--help-all", action="help", help="show this, and rarely needed settings")
+        parser.add_argument("--help-all", action="help", help="show this help with rarely needed settings")
     for heading in dict.fromkeys(option.section for option in options):
         section = parser.add_argument_group(heading)
         for option in options:

@@ -89,7 +89,7 @@ def try_bind(bind: Bind) -> str:
     """
     address = bind.address
     if isinstance(address, PassedAddress):
-        return f"{address}, as systemd passes it"
+        return f"{address}, passed by systemd"
     for listening in open_binds([bind], [], TRIAL_BACKLOG):
         listening.close()
     if isinstance(address, TcpAddress) and not address.port:

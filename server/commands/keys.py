@@ -25,7 +25,7 @@ from server.gate.identity import (
 )
 from server.values import BadValueError, did_you_mean
 
-RELOAD = "A running server takes this on SIGHUP: systemctl reload steploop, or kill -HUP and its process id."
+RELOAD = "A running server applies this on SIGHUP: systemctl reload steploop, or kill -HUP and its process id."
 
 
 def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
@@ -85,7 +85,7 @@ def _tenant(name: str | None, config: ServerConfig) -> str:
     try:
         return tenant_value(name, config.tenants)
     except BadValueError as error:
-        cause = "the configuration has several tenants: whose key is it?"
+        cause = "the configuration has several tenants, and --tenant names none"
         if name is not None:
             cause = f"the configuration has no tenant {name!r}"
         where = f"--tenant, {error.expected}" if config.tenants else "--config FILE, the one with [[tenants]]"

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
     if arguments.action is not None:
         if arguments.name is None:
             fix = f"steploop models {arguments.action} NAME"
-            raise StartupError(f"which model to {arguments.action} is missing", fix, ExitCode.USAGE)
+            raise StartupError(f"the model to {arguments.action} is missing", fix, ExitCode.USAGE)
         print(pull(arguments.name) if arguments.action == "pull" else switch(arguments, config))
         return ExitCode.OK
     directories = [given_value("--dir", text, existing_directory, "DIRECTORY") for text in arguments.dir]
@@ -63,7 +63,7 @@ def pull(name: str) -> str:
             f"{name!r} must be {error.expected}", "steploop models pull ORG/NAME", ExitCode.USAGE
         ) from error
     if not isinstance(source, HubId):
-        raise StartupError(f"{name} is here already", "name a hub's model as org/name", ExitCode.USAGE)
+        raise StartupError(f"{name} is already here", "name a hub's model as org/name", ExitCode.USAGE)
     with progress(sys.stderr, f"fetching {source}", True, MIN_FETCHED_BYTES) as report_bytes:
         return str(fetch(environment_hub(), source, report_bytes))
 
@@ -77,7 +77,7 @@ def switch(arguments: argparse.Namespace, config: ServerConfig) -> str:
     check_trust_flags(arguments)
     url = arguments.url or configured_url(config)
     if url is None:
-        raise StartupError("which server to ask is not known", "--url URL", ExitCode.USAGE)
+        raise StartupError("no server is named", "--url URL", ExitCode.USAGE)
     client = client_of(url, arguments, config)
     path = f"/admin/models/{quote(arguments.name, safe='')}/{arguments.action}"
     with client.exchange("POST", path, timeout_s=LOAD_TIMEOUT_S) as answer:

@@ -39,12 +39,14 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
     if arguments.request is not None:
         records = [record for record in records if record.request_id == arguments.request]
     elif num_replays := sum(record.is_replay for record in records):
-        print(f"{num_replays} records are of replays, and are left out (--request names one)")
+        print(f"{num_replays} records were made by replays and are skipped (--request ID replays one)")
         records = [record for record in records if not record.is_replay]
     if not records:
-        raise StartupError("no request is recorded there", "name a file of --record, or its directory", ExitCode.USAGE)
+        raise StartupError(
+            "the records contain no request", "name a file of --record, or its directory", ExitCode.USAGE
+        )
     if arguments.url is None and all(record.body is None for record in records):
-        raise StartupError("no body is recorded there", "record with --record-bodies", ExitCode.USAGE)
+        raise StartupError("the records contain no request bodies", "record with --record-bodies", ExitCode.USAGE)
     take_interrupts()
     with asked_server(arguments, config, {record.model for record in records}) as client:
         client.headers[REPLAY_HEADER] = "1"
@@ -114,7 +116,7 @@ def _told_of(client: ChatClient, record: RecordedRequest, recorded_body: str) ->
             if isinstance(holder, dict) and "token_ids" in (holder.get("timings") or {}):
                 told = holder["timings"]
     if told is None:
-        raise Incomparable(f"its answer broke off, or tells no tokens: {answer[-200:].strip()}")
+        raise Incomparable(f"its answer broke off, or lacks token ids: {answer[-200:].strip()}")
     return told
 
 

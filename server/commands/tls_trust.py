@@ -16,9 +16,9 @@ def add_trust_flags(parser: argparse.ArgumentParser) -> None:
         dest="ca_file",
         type=Path,
         metavar="FILE",
-        help="with https: PEM certificates that may have signed the server's",
+        help="with https: PEM file of trusted certificate authorities",
     )
-    trust.add_argument("--insecure", dest="takes_any", action="store_true", help="with https: take any certificate")
+    trust.add_argument("--insecure", dest="takes_any", action="store_true", help="with https: accept any certificate")
 
 
 def check_trust_flags(arguments: argparse.Namespace) -> None:
@@ -29,7 +29,7 @@ def check_trust_flags(arguments: argparse.Namespace) -> None:
     is_tls = arguments.url is not None and urlsplit(with_scheme(arguments.url)).scheme == "https"
     if not is_tls and (arguments.ca_file is not None or arguments.takes_any):
         flag = "--insecure" if arguments.takes_any else "--cacert"
-        raise StartupError(f"{flag} is for https, which --url does not name", "--url https://HOST:PORT", ExitCode.USAGE)
+        raise StartupError(f"{flag} is for https, and --url is not https", "--url https://HOST:PORT", ExitCode.USAGE)
 
 
 def client_context(ca_file: Path | None = None, is_verified: bool = True) -> ssl.SSLContext:
@@ -56,5 +56,5 @@ def client_context(ca_file: Path | None = None, is_verified: bool = True) -> ssl
 def refused_certificate(url: str, error: ssl.SSLCertVerificationError | str) -> StartupError:
     """The error for a server whose certificate is not trusted."""
     reason = error if isinstance(error, str) else error.verify_message
-    fix = "--cacert FILE, with the certificate of its authority, or --insecure to take any"
+    fix = "--cacert FILE, with the certificate of its authority, or --insecure to accept any"
     return StartupError(f"{url} has a certificate that is not trusted: {reason}", fix, ExitCode.UNREACHABLE)

@@ -61,8 +61,8 @@ def test_adapters_of_nothing_are_refused(home: Path) -> None:
     upstream = '[[models]]\nname = "big"\nupstreams = [{ url = "http://x:1" }]\n'
     local = f'[[models]]\nname = "big"\npath = "{home / "tiny"}"\n'
     cases = [
-        (adapter(home, "nothing"), "is of 'nothing', which is none of the models: steploop-demo"),
-        (upstream + adapter(home, "small"), "is of 'small', which is none of the models: big"),
+        (adapter(home, "nothing"), "has adapter_of 'nothing', which is none of: steploop-demo"),
+        (upstream + adapter(home, "small"), "has adapter_of 'small', which is none of: big"),
         (upstream + adapter(home, "big"), "has a path, and upstreams answer for its model"),
         (local + ADAPTER.format(name="sql", base="big", more=""), "'sql' in .* has no path"),
         (ADAPTER.format(name="sql", base="steploop-demo", more=""), "'sql' in .* has no path"),
@@ -70,7 +70,7 @@ def test_adapters_of_nothing_are_refused(home: Path) -> None:
         (local + adapter(home, "big", name="big"), "two models of the name 'big'"),
         (
             local + adapter(home, "big") + adapter(home, "sql", name="chained"),
-            "is of 'sql', which is none of the models",
+            "has adapter_of 'sql', which is none of",
         ),
         (adapter(home, "steploop-demo", more="keep_alive = 0"), "keep_alive is not for adapters"),
         (local + "adapters = {}\n", "adapters is no field"),
@@ -81,9 +81,9 @@ def test_adapters_of_nothing_are_refused(home: Path) -> None:
         refused = refusal(toml_flag(home, text), {})
         assert re.search(says, refused.cause), (says, refused.cause)
     refused = refusal(toml_flag(home, f'lora_dir = "{home}"\n' + upstream), {})
-    assert "are for the model of this process, and there is none" in refused.cause
+    assert "apply to the model of this process, and there is none" in refused.cause
     for settings, says in (
-        ("tensor_parallel = 2", "LoRA adapters and --tensor-parallel 2"),
+        ("tensor_parallel = 2", "LoRA adapters do not work with --tensor-parallel 2"),
         ("max_loras = 1", "names 2"),
     ):
         text = f'{settings}\nlora = ["a={home}", "b={home}"]\n'

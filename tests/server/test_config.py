@@ -155,7 +155,7 @@ def test_a_refusal_names_its_source_and_what_to_write(
         ("drain_timeout = 60s", "is not TOML", 'write that line as drain_timeout = "60s"'),
         ("port = 1\nlog_format = json  # for logs", "is not TOML", 'write that line as log_format = "json"'),
         ("max-queue: 8", "is not TOML", "write that line as max_queue = 8"),
-        ("port = 1\nport = 2", "is not TOML", "port stands there twice: remove one"),
+        ("port = 1\nport = 2", "is not TOML", "port is set twice: remove one"),
     ],
 )
 def test_a_line_of_the_file_that_cannot_be_taken_is_told_what_to_write(

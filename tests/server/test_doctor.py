@@ -114,7 +114,7 @@ def test_each_bind_is_tried_where_it_can_be(tmp_path: Path) -> None:
     assert try_bind(bind_value(f"proxy:unix:{path}")) == f"unix:{path} is free"
     assert not path.exists()
     assert try_bind(FREE_PORT) == "127.0.0.1, on a free port"
-    assert try_bind(bind_value("systemd:front")) == "systemd:front, as systemd passes it"
+    assert try_bind(bind_value("systemd:front")) == "systemd:front, passed by systemd"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_server_that_records_marks_replays_and_they_are_not_replayed_again(
     monkeypatch.setattr(replay, "check_url", lambda _: None)
     replay.run(arguments, ServerConfig())  # type: ignore[arg-type]
     assert [record.is_replay for record in replayed] == [False]
-    assert capsys.readouterr().out == "1 records are of replays, and are left out (--request names one)\n"
+    assert capsys.readouterr().out == "1 records were made by replays and are skipped (--request ID replays one)\n"
 
 
 def _ids_of(chunk: TokenChunk) -> list[int]:
