@@ -738,12 +738,12 @@ def _are_apart(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
 
 
 def _differ(kinds: Sequence[set[tuple[str, str]]]) -> bool:
-    taken = set[tuple[str, str]]()
+    taken, types = set[tuple[str, str]](), set[str]()
     for some in kinds:
-        others = {kind for kind, _ in taken}
-        if not some or some & taken or any((kind, "") in taken or (not text and kind in others) for kind, text in some):
+        if not some or some & taken or any((kind, "") in taken or (not text and kind in types) for kind, text in some):
             return False
         taken |= some
+        types.update(kind for kind, _ in some)
     return True
 
 

@@ -29,6 +29,7 @@ from core.constraints import (
 from core.errors import InvalidRequest
 from core.grammar import MAX_DIGITS, Grammar, GrammarCompiler, NumberBounds, Vocabulary
 from core.shortest_answer import shortest_answer
+from tests.call_counter import InstructionCounter
 from tests.core.grammars import compiler, tokenizer
 from tests.core.random_schemas import SchemaMaker
 
@@ -126,6 +127,15 @@ def test_constants_that_differ_are_apart_and_items_may_be_equal() -> None:
     schema = {"type": "array", "items": {"oneOf": [{"const": 1}, {"enum": ["a", None]}]}, "minItems": 1, "maxItems": 3}
     grammar = compiler().compile(json_schema({**schema, "uniqueItems": False}, PARAM))
     check(sampled(grammar, random.Random(1)) or "", schema)
+
+
+def test_a_union_is_checked_in_time_that_grows_with_it() -> None:
+    counts = []
+    for num_members in (250, 500):
+        with InstructionCounter(lambda path: path.endswith("constraints.py")) as counter:
+            json_schema({"oneOf": [{"const": f"word {index}"} for index in range(num_members)]}, PARAM)
+        counts.append(counter.num_instructions)
+    assert counts[1] < 2.2 * counts[0]  # it grew as its square
 
 
 def _object(**properties: Any) -> dict[str, Any]:
