@@ -139,16 +139,15 @@ class GgufFamily:
 
 
 _EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
-_EXPERT_FIELDS = {
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
+_NUMBERED_EXPERTS = {
+    f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{own}"
+    for name, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
-
+_EXPERT_SIZES = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_EXPERT_FIELDS = {"num_experts": "expert_count", **_EXPERT_SIZES}
 _ROUTED_FIELDS = {
     "n_routed_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
+    **_EXPERT_SIZES,
     "n_shared_experts": "expert_shared_count",
     "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale",
@@ -163,20 +162,11 @@ _GRANITE_FIELDS = {
 }
 
 
-def _own(names: Mapping[str, str], *renamed: tuple[str, str]) -> dict[str, str]:
-    """With other parts of Hugging Face's names, the usual part first."""
-    found = dict(names)
-    for usual, own in renamed:
-        found = {name: other.replace(usual, own) for name, other in found.items()}
-    return found
-
-
-_IN_MIXERS = (("self_attn.", "mixer."), ("mlp.", "mixer."), ("mamba.", "mixer."), ("input_layernorm", "norm"))
 _NEMOTRON = GgufFamily(
     "nemotron_h",
-    _own({**_ATTENTION, **_MLP, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}, *_IN_MIXERS),
-    _own({**_SPACE_WHOLE, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}, *_IN_MIXERS),
-    _own(_EXPERTS, *_IN_MIXERS),
+    {**_ATTENTION, **_MLP, **_SPACE, **_SHARED_EXPERT, "attn_norm": "norm", "ffn_gate_inp": "mlp.gate"},
+    {**_SPACE_WHOLE, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    _EXPERTS,
     are_heads_turned=True,
     fields={
         **_SPACE_FIELDS,
@@ -208,19 +198,7 @@ _LAYER_INPUT_FIELDS = {
 
 _LFM2 = GgufFamily(
     "lfm2",
-    {
-        **{
-            name: f"self_attn.{own}" for name, own in (("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj"))
-        },
-        "attn_q_norm": "self_attn.q_layernorm",
-        "attn_k_norm": "self_attn.k_layernorm",
-        "attn_output": "self_attn.out_proj",
-        "attn_norm": "operator_norm",
-        "ffn_norm": "ffn_norm",
-        "ffn_gate": "feed_forward.w1",
-        "ffn_up": "feed_forward.w3",
-        "ffn_down": "feed_forward.w2",
-    },
+    {**_ATTENTION, **_MLP, "attn_norm": "operator_norm", "ffn_norm": "ffn_norm"},
     {
         f"shortconv.{name}.{kind}": f"conv.{name}.{kind}"
         for name in ("in_proj", "conv", "out_proj")
@@ -297,7 +275,7 @@ GGUF_FAMILIES = {
     ),
     "falcon-h1": GgufFamily(
         "falcon_h1",
-        _own({**_LLAMA, **_SPACE}, ("mlp.", "feed_forward."), ("post_attention_layernorm", "pre_ff_layernorm")),
+        {**_LLAMA, **_SPACE, "ffn_norm": "pre_ff_layernorm"},
         {**_SPACE_WHOLE, "ffn_norm": "pre_ff_layernorm.weight"},
         fields=_SPACE_FIELDS,
         constants={"mamba_norm_before_gate": False},  # its multipliers are in its matrices
@@ -357,10 +335,7 @@ GGUF_FAMILIES = {
         model_type="lfm2_moe",
         layer_names={**_LFM2.layer_names, "ffn_gate_inp": "feed_forward.gate"},
         whole_names={**_LFM2.whole_names, "exp_probs_b.bias": "feed_forward.expert_bias"},
-        expert_names={
-            f"ffn_{name}_exps": f"feed_forward.experts.{{}}.{short}"
-            for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-        },
+        expert_names={name: own.replace("block_sparse_moe", "feed_forward") for name, own in _NUMBERED_EXPERTS.items()},
         fields={**_EXPERT_FIELDS, **_LFM2.fields, "first_k_dense_replace": "leading_dense_block_count"},
         constants={},
     ),
@@ -403,10 +378,7 @@ GGUF_FAMILIES = {
 MIXTRAL = GgufFamily(
     "mixtral",
     {**_LLAMA, "ffn_gate_inp": "block_sparse_moe.gate"},
-    expert_names={
-        f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{short}"
-        for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    },
+    expert_names=_NUMBERED_EXPERTS,
     are_heads_turned=True,
     fields={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
 )
@@ -447,24 +419,27 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
         _, index, within = (*name.split(".", 2), "", "")[:3]
         if name == ROPE_FACTORS:
             continue
-        stack = _STACKED_NAMES.get(name.removesuffix(".weight"))
+        stack, layer = _STACKED_NAMES.get(name.removesuffix(".weight")), f"model.layers.{index}"
+        named = {_NAMES.get(name, name): tensor}
         if within in family.whole_names:
-            found[f"model.layers.{index}.{family.whole_names[within]}"] = tensor
+            named = {f"{layer}.{family.whole_names[within]}": tensor}
         elif match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
-            stem = f"model.layers.{match[1]}.{family.expert_names[match[2]]}.{match[3]}"
-            found |= {stem.format(number): one for number, one in enumerate(_matrices(tensor))}
+            stem = f"{layer}.{family.expert_names[match[2]]}.{match[3]}"
+            named = {stem.format(number): one for number, one in enumerate(_matrices(tensor))}
         elif stack is not None and len(tensor.shape) == 3:
-            found |= {f"{stack}.{number}.weight": one for number, one in enumerate(_matrices(tensor))}
+            named = {f"{stack}.{number}.weight": one for number, one in enumerate(_matrices(tensor))}
         elif match is not None and match[2] in family.layer_names:
-            found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
+            named = {f"{layer}.{family.layer_names[match[2]]}.{match[3]}": tensor}
         elif name.startswith("blk.") and index in drafts:
-            found[f"model.layers.{index}.{_DRAFT_NAMES.get(within, within)}"] = tensor
-        else:
-            name = _NAMES.get(name, name)
-            for usual, own in family.family.renamed:
-                name = name.replace(usual, own)
-            found[name] = tensor
+            named = {f"{layer}.{_DRAFT_NAMES.get(within, within)}": tensor}
+        found |= {_own_name(one, family.family): part for one, part in named.items()}
     return found
+
+
+def _own_name(name: str, family: Family) -> str:
+    for usual, own in family.renamed:
+        name = name.replace(usual, own)
+    return name
 
 
 def _matrices(tensor: GgufTensor) -> list[GgufTensor]:
