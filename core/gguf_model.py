@@ -208,19 +208,22 @@ _LFM2 = GgufFamily(
     constants={"block_auto_adjust_ff_dim": False},  # the length says what it comes to
 )
 
+_QWEN3_MOE = GgufFamily(
+    "qwen3_moe",
+    {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
+    expert_names=_EXPERTS,
+    fields=_EXPERT_FIELDS,
+    constants={"norm_topk_prob": True},
+)
+
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
     "qwen2": GgufFamily("qwen2"),
     "qwen3": GgufFamily("qwen3"),
     "qwen2vl": GgufFamily("qwen2_5_vl_text"),
     "qwen3vl": GgufFamily("qwen3_vl_text"),
-    "qwen3moe": GgufFamily(
-        "qwen3_moe",
-        {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
-        expert_names=_EXPERTS,
-        fields=_EXPERT_FIELDS,
-        constants={"norm_topk_prob": True},
-    ),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": replace(_QWEN3_MOE, model_type="qwen3_vl_moe_text"),
     "qwen2moe": GgufFamily(
         "qwen2_moe",
         {

@@ -73,7 +73,8 @@ STACKED_BY_ROWS = f"{BY_ROWS}, stacked"
 BESIDE = "gemma4_text"  # the layout that has all experts in one tensor each of gate and up, and of down
 BESIDE_SPLIT = f"{BESIDE}, split"  # the same with a tensor for each expert: GGUF's
 OSS, OSS_SPLIT = "gpt_oss", "gpt_oss, split"
-SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT}  # what layouts are in GGUF files
+# what layouts are in GGUF files
+SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT, "qwen3_vl_moe_text": "qwen3_moe"}
 _NAMES[OSS_SPLIT] = _ExpertNames("mlp.router")
 _NAMES |= dict.fromkeys((BESIDE, BESIDE_SPLIT), _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"))
 

@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "qwen2_5_vl_text": "qwen2vl",
     "qwen3_vl_text": "qwen3vl",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "glm4_moe": "glm4moe",
@@ -194,14 +195,15 @@ def _mlp_width(config: dict[str, Any]) -> Any:
 
 
 def _with_split_experts(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """conversion/gpt_oss.py, modify_tensors."""
-    found = dict(tensors)
-    for name in tensors if config["model_type"] == "gpt_oss" else ():
+    """conversion/gpt_oss.py, whose rows of gate and up alternate, and qwen3vl.py: modify_tensors."""
+    found, alternates = dict(tensors), config["model_type"] == "gpt_oss"
+    for name in tensors if alternates or config["model_type"] == "qwen3_vl_moe_text" else ():
         stem, _, kind = name.rpartition(".")
         if kind in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
             rows = found.pop(name)
             rows, end = (rows, "bias") if kind.endswith("_bias") else (rows.transpose(1, 2), "weight")
-            parts = {"down": rows} if kind.startswith("down") else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            gate, up = (rows[:, ::2], rows[:, 1::2]) if alternates else rows.chunk(2, 1)
+            parts = {"down": rows} if kind.startswith("down") else {"gate": gate, "up": up}
             found |= {f"{stem}.{part}_proj.{end}": one.contiguous() for part, one in parts.items()}
     return found
 
@@ -220,7 +222,7 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_embedding_scale(config["embedding_multiplier"])
             writer.add_residual_scale(config["residual_multiplier"])
             writer.add_logit_scale(config["logits_scaling"])
-        case "mixtral" | "qwen3_moe" | "qwen2_moe" | "lfm2_moe" | "gpt_oss":
+        case "mixtral" | "qwen3_moe" | "qwen3_vl_moe_text" | "qwen2_moe" | "lfm2_moe" | "gpt_oss":
             writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
         case _:
@@ -237,7 +239,7 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if family in ("qwen3_moe", "qwen2_moe", "lfm2_moe", "ernie4_5_moe"):
+    if family in ("qwen3_moe", "qwen3_vl_moe_text", "qwen2_moe", "lfm2_moe", "ernie4_5_moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if family in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])

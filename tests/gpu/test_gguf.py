@@ -56,7 +56,7 @@ def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Te
 
 
 FILES = (
-    *("llama2", "llama_linear", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"),
+    *("llama2", "llama_linear", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("gemma", "glm4", "ernie4_5", "seed_oss"),
 )
 
