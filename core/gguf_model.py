@@ -261,6 +261,14 @@ GGUF_FAMILIES = {
     ),
     "gemma": GgufFamily("gemma"),
     "smollm3": GgufFamily("smollm3", are_heads_turned=True),
+    "mistral3": GgufFamily(
+        "ministral3",
+        are_heads_turned=True,
+        fields={
+            "llama_4_scaling_beta": "attention.temperature_scale",
+            "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+        },
+    ),
     "granite": GgufFamily("granite", are_heads_turned=True, fields=_GRANITE_FIELDS),
     "granitehybrid": GgufFamily(
         "granitehybrid",
@@ -392,6 +400,8 @@ def find_family(metadata: Mapping[str, Any]) -> GgufFamily | None:
     name = metadata.get("general.architecture")
     if name == "llama" and metadata.get("llama.expert_count"):
         return MIXTRAL
+    if name == "mistral3" and not metadata.get("mistral3.attention.temperature_scale"):
+        return GGUF_FAMILIES["llama"]  # Mistral Small 3
     return GGUF_FAMILIES.get(name) if isinstance(name, str) else None
 
 
@@ -703,6 +713,7 @@ def _refuse_output_changing(
         "expert_shared_count": lambda value: value == 0,
         "expert_gating_func": lambda value: experts is None or value in (0, SCORINGS.index(experts.scoring) + 1),
         "attention.clamp_kqv": lambda value: value == 0,
+        "attention.temperature_scale": lambda value: value == 0,
         "attention.causal": bool,
         "use_parallel_residual": lambda value: not value,
         "logit_scale": lambda value: value in (0, 1),
@@ -727,6 +738,9 @@ def _ropes(
         scaling = _rope_scaling(fields, factors, head_dim)
         if scaling is not None and family.model_type == "gpt_oss":
             scaling["truncate"] = False  # as its config.json has it
+        if family.family.has_query_scale:
+            own = {name: fields[key] for name, key in family.fields.items() if key in fields}
+            scaling = {"rope_type": "default", **(scaling or {}), "mscale": 1.0, **own}
         return {"rope_scaling": scaling}
     turning = sum(factor == 1 for factor in factors or ())
     if factors is not None and (factors[:turning] != (1.0,) * turning or min(factors[turning:], default=NEVER) < NEVER):

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "qwen3_vl_text": "qwen3vl",
     "qwen3_vl_moe_text": "qwen3vlmoe",
     "granitemoehybrid": "granitehybrid",
+    "mistral": "mistral3",
+    "ministral3": "mistral3",
     "falcon_h1": "falcon-h1",
     "glm4_moe": "glm4moe",
 }
@@ -40,6 +42,7 @@ TURNED = (
     "llama",
     "arcee",
     "smollm3",
+    "mistral3",
     "granite",
     "granitehybrid",
     "nemotron_h",
@@ -169,12 +172,25 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if family not in ("phi3", "granitemoehybrid", "gemma4_text"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4", "glm4_moe", "granitemoehybrid"):
+    if family in (
+        "llama",
+        "mixtral",
+        "granite",
+        "smollm3",
+        "mistral",
+        "ministral3",
+        "phi3",
+        "glm4",
+        "glm4_moe",
+        "granitemoehybrid",
+    ):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -212,6 +228,9 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
     if family in ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "phi3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     match family:
+        case "ministral3":  # conversion/mistral3.py
+            writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
+            writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
         case "phi3":
             writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         case "gemma2":

@@ -57,7 +57,7 @@ def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Te
 
 FILES = (
     *("llama2", "llama_linear", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("gemma", "glm4", "ernie4_5", "seed_oss"),
+    *("gemma", "glm4", "ernie4_5", "seed_oss", "ministral3"),
 )
 
 
@@ -96,6 +96,26 @@ def test_newer_families_give_the_same_tokens_as_their_safetensors(name: str, tmp
     file = write_gguf(source, tmp_path / "model.gguf")
     assert model_of(file) == parse_model_config(read_config(source) | {"dtype": None})
     assert greedy(file) == greedy(source)
+
+
+def test_mistral_small_has_the_architecture_of_ministral_and_not_its_growing_queries(
+    tmp_path: Path, model_directory
+) -> None:
+    file = write_gguf(model_directory("mistral3"), tmp_path / "model.gguf")
+    assert parsed(file).metadata["general.architecture"] == "mistral3"
+    assert greedy(file) == greedy(model_directory("mistral3"))
+
+
+def test_queries_that_grow_without_yarn_are_refused_by_name(tmp_path: Path, model_directory) -> None:
+    header = parsed(write_gguf(model_directory("ministral3"), tmp_path / "model.gguf"))
+    for name in [name for name in header.metadata if ".rope.scaling." in name]:
+        del header.metadata[name]
+    with pytest.raises(StartupError, match="llama_4_scaling_beta"):
+        parse_model_config(config_of(header, None))
+    header = parsed(write_gguf(model_directory("qwen3"), tmp_path / "other.gguf"))
+    header.metadata["qwen3.attention.temperature_scale"] = 0.1
+    with pytest.raises(StartupError, match=r"qwen3\.attention\.temperature_scale=0\.1"):
+        config_of(header, None)
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4_moe"])
