@@ -20,6 +20,12 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each fre
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MOST_DRAFT_LAYERS = 64
 SCORINGS = ("softmax", "sigmoid")  # expert_gating_func, from 1 on
+# Optional fields that change the computation unless they are so
+_ZERO = (
+    *("expert_count", "expert_shared_count", "moe_latent_size", "rope.scaling.yarn_log_multiplier"),
+    *(f"attention.{name}" for name in ("sliding_window", "clamp_kqv", "temperature_scale", "scale")),
+)
+_ZERO_OR_ONE = "expert_weights_scale", "logit_scale", "embedding_scale", "residual_scale"
 NEVER = 1e29  # a divisor of frequencies that leaves no turning
 _TOLERANCE = 1e-4  # relative; the factors were computed in float32
 
@@ -101,12 +107,12 @@ _SPACE_FIELDS = {
     "mamba_d_ssm": "ssm.inner_size",
 }
 _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
-_GEMMA_FIELDS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
+_WINDOW_FIELDS = {
     "sliding_window": "attention.sliding_window",
     "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_local_base_freq": "rope.freq_base_swa",
 }
+_GEMMA_FIELDS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")} | _WINDOW_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +309,7 @@ GGUF_FAMILIES = {
         },
     ),
     "gemma2": GgufFamily("gemma2", _GEMMA, fields=_GEMMA_FIELDS, whole_width_layers=46),
-    "gemma3": GgufFamily(
-        "gemma3_text",
-        _GEMMA,
-        fields={**_GEMMA_FIELDS, "rope_local_base_freq": "rope.freq_base_swa"},
-        whole_width_layers=62,
-    ),
+    "gemma3": GgufFamily("gemma3_text", _GEMMA, fields=_GEMMA_FIELDS, whole_width_layers=62),
     "arcee": GgufFamily("arcee", are_heads_turned=True),
     "ernie4_5-moe": GgufFamily(
         "ernie4_5_moe",
@@ -356,7 +357,6 @@ GGUF_FAMILIES = {
         {"altup_correct_scale.weight": "altup.correct_output_scale"},
         fields={
             **_LAYER_INPUT_FIELDS,
-            "rope_local_base_freq": "rope.freq_base_swa",
             "altup_active_idx": "altup.active_idx",
             "altup_num_inputs": "altup.num_inputs",
         },
@@ -393,6 +393,8 @@ MIXTRAL = GgufFamily(
     are_heads_turned=True,
     fields={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
 )
+# OLMo 3's say olmo2, and have windows
+OLMO3 = GgufFamily("olmo3", GGUF_FAMILIES["olmo2"].layer_names, fields=_WINDOW_FIELDS)
 
 
 def find_family(metadata: Mapping[str, Any]) -> GgufFamily | None:
@@ -400,6 +402,8 @@ def find_family(metadata: Mapping[str, Any]) -> GgufFamily | None:
     name = metadata.get("general.architecture")
     if name == "llama" and metadata.get("llama.expert_count"):
         return MIXTRAL
+    if name == "olmo2" and metadata.get("olmo2.attention.sliding_window"):
+        return OLMO3
     if name == "mistral3" and not metadata.get("mistral3.attention.temperature_scale"):
         return GGUF_FAMILIES["llama"]  # Mistral Small 3
     return GGUF_FAMILIES.get(name) if isinstance(name, str) else None
@@ -574,6 +578,9 @@ def _family_fields(
         found["query_pre_attn_scalar"] = per_head
     if family.model_type == "gemma3_text" and not fields.get("attention.sliding_window"):
         found |= {"sliding_window": None, "sliding_window_pattern": 1}  # every layer sees all
+    windowed = fields.get("attention.sliding_window_pattern")
+    if family is OLMO3 and isinstance(windowed, list):
+        found |= {"sliding_window_pattern": None, "layer_types": _window_types(windowed, num_layers)}
     if family.model_type == "phi3":
         found["sliding_window"] = fields.get("attention.sliding_window") or None
     if family.family.has_partial_rope:
@@ -631,10 +638,8 @@ def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str,
     if embedding is not None:
         found["hidden_size_per_layer_input"] = _count(fields, "embedding_length_per_layer_input")
         found["vocab_size_per_layer_input"] = embedding.shape[0]
-    windowed = fields.get("attention.sliding_window_pattern")
-    if not isinstance(windowed, list) or len(windowed) != num_layers:
-        raise _bad(f"attention.sliding_window_pattern is {windowed!r}, not of {num_layers} layers")
-    found["layer_types"] = [("full_attention", "sliding_attention")[bool(one)] for one in windowed]
+    windowed: Any = fields.get("attention.sliding_window_pattern")
+    found["layer_types"] = _window_types(windowed, num_layers)
     if family.family.has_streams:
         left, scales = file.tensors.get("blk.0.laurel_l.weight"), fields.get("activation_sparsity_scale")
         found["laurel_rank"] = 0 if left is None else left.shape[0]
@@ -654,6 +659,12 @@ def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str,
     has_own = range(num_layers - fields.get("attention.shared_kv_layers", 0))
     lacks = [index for index in whole if index in has_own and f"blk.{index}.attn_v.weight" not in file.tensors]
     return {**found, "attention_k_eq_v": bool(lacks), "enable_moe_block": bool(fields.get("expert_count"))}
+
+
+def _window_types(windowed: Any, num_layers: int) -> list[str]:
+    if not isinstance(windowed, list) or len(windowed) != num_layers:
+        raise _bad(f"attention.sliding_window_pattern is {windowed!r}, not of {num_layers} layers")
+    return [("full_attention", "sliding_attention")[bool(one)] for one in windowed]
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -694,32 +705,24 @@ def _refuse_output_changing(
     fields: Mapping[str, Any], family: GgufFamily, key_length: int | None, num_draft_layers: int
 ) -> None:
     """Refuse values of optional fields that would change the computation."""
-    experts = family.family.experts
+    experts, factor = family.family.experts, fields.get("rope.scaling.factor", 1)
+    # What yarn comes to anyway; OLMo 3's files have it, and llama.cpp computes it without reading it
+    growth = 0.1 * math.log(factor) + 1 if isinstance(factor, float) and factor > 1 else 1.0
     holds: dict[str, Callable[[Any], bool]] = {
-        "expert_count": lambda value: value == 0,
+        **dict.fromkeys(_ZERO, lambda value: value == 0),
+        **dict.fromkeys(_ZERO_OR_ONE, lambda value: value in (0, 1)),
         "rope.scaling.type": lambda value: value in ("none", "linear", "yarn"),
-        "rope.scaling.yarn_log_multiplier": lambda value: value == 0,
         "rope.scaling.yarn_ext_factor": lambda value: value == 1,
-        "rope.scaling.yarn_attn_factor": lambda value: value == 1,
+        "rope.scaling.yarn_attn_factor": lambda value: value == 1 or math.isclose(value, growth, rel_tol=_TOLERANCE),
         "rope.dimension_count": lambda value: (
             value == key_length or family.family.has_partial_rope or family.family.rotates == "none"
         ),
-        "moe_latent_size": lambda value: value == 0,
         "nextn_predict_layers": lambda value: value == num_draft_layers,
         "attention.value_length": lambda value: value == key_length,
-        "attention.sliding_window": lambda value: value == 0,
         "attention.sliding_window_pattern": lambda value: not value,
-        "expert_weights_scale": lambda value: value in (0, 1),
-        "expert_shared_count": lambda value: value == 0,
         "expert_gating_func": lambda value: experts is None or value in (0, SCORINGS.index(experts.scoring) + 1),
-        "attention.clamp_kqv": lambda value: value == 0,
-        "attention.temperature_scale": lambda value: value == 0,
         "attention.causal": bool,
         "use_parallel_residual": lambda value: not value,
-        "logit_scale": lambda value: value in (0, 1),
-        "embedding_scale": lambda value: value in (0, 1),
-        "residual_scale": lambda value: value in (0, 1),
-        "attention.scale": lambda value: value == 0,
         "rope.scaling.attn_factor": lambda value: value == 1,
     }
     for name, is_neutral in holds.items():

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "qwen3_vl_text": "qwen3vl",
     "qwen3_vl_moe_text": "qwen3vlmoe",
     "granitemoehybrid": "granitehybrid",
+    "olmo3": "olmo2",
     "mistral": "mistral3",
     "ministral3": "mistral3",
     "falcon_h1": "falcon-h1",
@@ -228,6 +229,9 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
     if family in ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "phi3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     match family:
+        case "olmo3":  # conversion/olmo.py
+            writer.add_sliding_window(config["sliding_window"])
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
         case "ministral3":  # conversion/mistral3.py
             writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
             writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])

@@ -57,7 +57,7 @@ def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Te
 
 FILES = (
     *("llama2", "llama_linear", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("gemma", "glm4", "ernie4_5", "seed_oss", "ministral3"),
+    *("gemma", "glm4", "ernie4_5", "seed_oss", "ministral3", "olmo3"),
 )
 
 
@@ -115,6 +115,39 @@ def test_queries_that_grow_without_yarn_are_refused_by_name(tmp_path: Path, mode
     header = parsed(write_gguf(model_directory("qwen3"), tmp_path / "other.gguf"))
     header.metadata["qwen3.attention.temperature_scale"] = 0.1
     with pytest.raises(StartupError, match=r"qwen3\.attention\.temperature_scale=0\.1"):
+        config_of(header, None)
+
+
+def test_windows_lie_where_the_file_says_or_in_all_but_each_fourth_layer(tmp_path: Path, model_directory) -> None:
+    header = parsed(write_gguf(model_directory("olmo3"), tmp_path / "model.gguf"))
+    key, expected = "olmo2.attention.sliding_window_pattern", [True, True, True, False]
+
+    def windowed() -> list[bool]:
+        return [layer.window == 21 for layer in parse_model_config(config_of(header, None)).layers]
+
+    assert header.metadata[key] == expected
+    del header.metadata[key]
+    assert windowed() == expected
+    header.metadata[key] = 2
+    assert windowed() == [True, False, True, False]
+    header.metadata[key] = [False, True, True, True]
+    assert windowed() == header.metadata[key]
+    header.metadata[key] = [True]
+    with pytest.raises(BadCheckpoint, match="sliding_window_pattern"):
+        config_of(header, None)
+
+
+@pytest.mark.parametrize(("factor", "is_served"), [(0.1 * math.log(4) + 1, True), (1.0, True), (1.3, False)])
+def test_yarn_may_state_the_factor_that_it_has_anyway(
+    factor: float, is_served: bool, tmp_path: Path, model_directory
+) -> None:
+    header = parsed(write_gguf(model_directory("olmo3"), tmp_path / "model.gguf"))
+    expected = config_of(header, None)
+    header.metadata["olmo2.rope.scaling.yarn_attn_factor"] = factor
+    if is_served:
+        assert config_of(header, None) == expected
+        return
+    with pytest.raises(StartupError, match=r"yarn_attn_factor=1\.3"):
         config_of(header, None)
 
 
