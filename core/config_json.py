@@ -469,8 +469,8 @@ def _rope(
 
 def _llama3(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
     low, high = positive_float(given, "low_freq_factor"), positive_float(given, "high_freq_factor")
-    if not low < high:
-        raise bad_field(f"rope: low_freq_factor={low} is not below high_freq_factor={high}.")
+    if low > high:
+        raise bad_field(f"rope: low_freq_factor={low} is above high_freq_factor={high}.")
     return replace(rope, factor=positive_float(given, "factor"), low_freq_factor=low, high_freq_factor=high)
 
 

@@ -334,7 +334,8 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
         unscaled = _yarn_unscaled(rope, rotary_dim)
     else:
         turns = rope.original_max_position * inv_freq / (2 * math.pi)  # within the original context
-        unscaled = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        width = max(rope.high_freq_factor - rope.low_freq_factor, 1e-30)  # Llama 4 Scout's are the same: nothing blends
+        unscaled = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
     return (1 - unscaled) * inv_freq / rope.factor + unscaled * inv_freq
 
 

@@ -553,6 +553,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_qk_norm": False,
             "floor_scale": 24,
             "attn_scale": 0.3,
+            "rope_parameters": {**_LLAMA3_ROPE, "high_freq_factor": 1.0},
         },
     ),
     "llama4": (
