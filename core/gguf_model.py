@@ -17,13 +17,13 @@ from core.gguf import GgufFile, GgufTensor
 
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each frequency
 # Of every Llama 3.1 to 3.3; they differ in `factor`, which is the last divisor
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 MOST_DRAFT_LAYERS = 64
 SCORINGS = ("softmax", "sigmoid")  # expert_gating_func, from 1 on
 # Optional fields that change the computation unless they are so
 _ZERO = (
     *("expert_count", "expert_shared_count", "moe_latent_size", "rope.scaling.yarn_log_multiplier"),
-    *(f"attention.{name}" for name in ("sliding_window", "clamp_kqv", "temperature_scale", "scale")),
+    *(f"attention.{name}" for name in ("clamp_kqv", "temperature_scale", "scale")),
 )
 _ZERO_OR_ONE = "expert_weights_scale", "logit_scale", "embedding_scale", "residual_scale"
 NEVER = 1e29  # a divisor of frequencies that leaves no turning
@@ -214,12 +214,10 @@ _LFM2 = GgufFamily(
     constants={"block_auto_adjust_ff_dim": False},  # the length says what it comes to
 )
 
+_ROUTED = {**_LLAMA, "ffn_gate_inp": "mlp.gate"}
+_ONE_SHARED = _ROUTED | {name: own.replace("experts", "expert") for name, own in _SHARED_EXPERT.items()}
 _QWEN3_MOE = GgufFamily(
-    "qwen3_moe",
-    {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
-    expert_names=_EXPERTS,
-    fields=_EXPERT_FIELDS,
-    constants={"norm_topk_prob": True},
+    "qwen3_moe", _ROUTED, expert_names=_EXPERTS, fields=_EXPERT_FIELDS, constants={"norm_topk_prob": True}
 )
 
 GGUF_FAMILIES = {
@@ -230,14 +228,21 @@ GGUF_FAMILIES = {
     "qwen3vl": GgufFamily("qwen3_vl_text"),
     "qwen3moe": _QWEN3_MOE,
     "qwen3vlmoe": replace(_QWEN3_MOE, model_type="qwen3_vl_moe_text"),
+    "llama4": GgufFamily(
+        "llama4_text",
+        _ONE_SHARED,
+        expert_names=_EXPERTS,
+        fields={
+            "intermediate_size_mlp": "feed_forward_length",
+            "intermediate_size": "expert_feed_forward_length",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+    ),
     "qwen2moe": GgufFamily(
         "qwen2_moe",
-        {
-            **_LLAMA,
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
-        },
+        {**_ONE_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
         expert_names=_EXPERTS,
         fields={**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
     ),
@@ -278,7 +283,7 @@ GGUF_FAMILIES = {
     "granite": GgufFamily("granite", are_heads_turned=True, fields=_GRANITE_FIELDS),
     "granitehybrid": GgufFamily(
         "granitehybrid",
-        {**_LLAMA, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        {**_ROUTED, **_SPACE, **_SHARED_EXPERT},
         _SPACE_WHOLE,
         _EXPERTS,
         are_heads_turned=True,
@@ -313,7 +318,7 @@ GGUF_FAMILIES = {
     "arcee": GgufFamily("arcee", are_heads_turned=True),
     "ernie4_5-moe": GgufFamily(
         "ernie4_5_moe",
-        {**_LLAMA, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        {**_ROUTED, **_SHARED_EXPERT},
         {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
         _EXPERTS,
         fields={
@@ -587,6 +592,8 @@ def _family_fields(
         found["partial_rotary_factor"] = _count(fields, "rope.dimension_count") / (head_dim or 1)
     if family.family.qk_norm_field:
         found[family.family.qk_norm_field] = "blk.0.attn_q_norm.weight" in file.tensors
+    if family.family.qk_norm == "plain":  # as llama.cpp tells Maverick, which has none
+        found[family.family.qk_norm_field] = _count(fields, "expert_count") != 128
     if family.family.recurrence == "mamba":
         found |= _space_fields(file, family, fields)
     if family.family.recurrence == "conv":
@@ -722,6 +729,7 @@ def _refuse_output_changing(
         "attention.sliding_window_pattern": lambda value: not value,
         "expert_gating_func": lambda value: experts is None or value in (0, SCORINGS.index(experts.scoring) + 1),
         "attention.causal": bool,
+        "attention.sliding_window": lambda value: value == 0 and not family.family.has_chunks,  # 0: none has chunks
         "use_parallel_residual": lambda value: not value,
         "rope.scaling.attn_factor": lambda value: value == 1,
     }
@@ -779,18 +787,18 @@ def _rope_scaling(
 def _llama3_scaling(factors: tuple[float, ...], theta: float, head_dim: int | None) -> dict[str, Any]:
     """Llama 3's scaling parameters, checked against every factor."""
     width = 2 * len(factors)
-    expected = [_llama3_factor(theta ** (2 * index / width), factors[-1]) for index in range(len(factors))]
-    is_llama3 = all(map(lambda one, other: math.isclose(one, other, rel_tol=_TOLERANCE), expected, factors))
-    if head_dim not in (width, None) or not is_llama3:
-        raise UnsupportedModel(f"GGUF: {ROPE_FACTORS} is not Llama 3's scaling.", "use a model without it.")
-    return {"rope_type": "llama3", "factor": factors[-1], **_LLAMA3}
+    for high in (4.0, 1.0) if head_dim in (width, None) else ():  # the second is Llama 4 Scout's
+        expected = [_llama3_factor(theta ** (2 * index / width), factors[-1], high) for index in range(len(factors))]
+        if all(map(lambda one, other: math.isclose(one, other, rel_tol=_TOLERANCE), expected, factors)):
+            return {"rope_type": "llama3", "factor": factors[-1], "high_freq_factor": high, **_LLAMA3}
+    raise UnsupportedModel(f"GGUF: {ROPE_FACTORS} is not Llama 3's scaling.", "use a model without it.")
 
 
-def _llama3_factor(tokens_per_radian: float, factor: float) -> float:
+def _llama3_factor(tokens_per_radian: float, factor: float, high: float) -> float:
     """The divisor of a frequency. Source: Llama 3.1's reference code, apply_scaling."""
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    low = _LLAMA3["low_freq_factor"]
     turns = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi * tokens_per_radian)
-    kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+    kept = min(max((turns - low) / max(high - low, 1e-30), 0.0), 1.0)
     return 1 / ((1 - kept) / factor + kept)
 
 

@@ -74,7 +74,7 @@ BESIDE = "gemma4_text"  # the layout that has all experts in one tensor each of 
 BESIDE_SPLIT = f"{BESIDE}, split"  # the same with a tensor for each expert: GGUF's
 OSS, OSS_SPLIT = "gpt_oss", "gpt_oss, split"
 # what layouts are in GGUF files
-SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT, "qwen3_vl_moe_text": "qwen3_moe"}
+SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT, "qwen3_vl_moe_text": "qwen3_moe", "llama4_text": "qwen2_moe"}
 _NAMES[OSS_SPLIT] = _ExpertNames("mlp.router")
 _NAMES |= dict.fromkeys((BESIDE, BESIDE_SPLIT), _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"))
 

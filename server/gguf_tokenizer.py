@@ -70,7 +70,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN_SPLIT,),
     "glm4": (_LLAMA3_SPLIT,),
     "seed-coder": (_SEED_SPLIT,),
-    "gpt-4o": (_GPT4O_SPLIT,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O_SPLIT,)),
 }
 _KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
 _ALIASES = {

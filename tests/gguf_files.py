@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "qwen3_vl_moe_text": "qwen3vlmoe",
     "granitemoehybrid": "granitehybrid",
     "olmo3": "olmo2",
+    "llama4_text": "llama4",
     "mistral": "mistral3",
     "ministral3": "mistral3",
     "falcon_h1": "falcon-h1",
@@ -214,7 +215,7 @@ def _mlp_width(config: dict[str, Any]) -> Any:
 def _with_split_experts(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """conversion/gpt_oss.py, whose rows of gate and up alternate, and qwen3vl.py: modify_tensors."""
     found, alternates = dict(tensors), config["model_type"] == "gpt_oss"
-    for name in tensors if alternates or config["model_type"] == "qwen3_vl_moe_text" else ():
+    for name in tensors if alternates or config["model_type"] in ("qwen3_vl_moe_text", "llama4_text") else ():
         stem, _, kind = name.rpartition(".")
         if kind in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
             rows = found.pop(name)
@@ -232,6 +233,12 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
         case "olmo3":  # conversion/olmo.py
             writer.add_sliding_window(config["sliding_window"])
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+        case "llama4_text":  # conversion/llama4.py
+            writer.add_feed_forward_length(config["intermediate_size_mlp"])
+            writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+            writer.add_expert_count(config["num_local_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            writer.add_expert_feed_forward_length(config["intermediate_size"])
         case "ministral3":  # conversion/mistral3.py
             writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
             writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])

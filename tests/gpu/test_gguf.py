@@ -85,6 +85,8 @@ AS_LLAMA_CPP_HAS_IT: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "lfm2": {"block_auto_adjust_ff_dim": True},
     "lfm2_moe": {},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 1, 1, 0]}
+    | {"layer_types": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "gemma2": {"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"query_pre_attn_scalar": 24, "layer_types": None, "sliding_window_pattern": 6},
 }
@@ -277,6 +279,22 @@ def test_other_factors_are_refused(tmp_path: Path, model_directory) -> None:
     for factors in (llama3_factors(rope, 16), llama3_factors(rope, 12), np.full(8, np.nan), np.zeros(8)):
         with pytest.raises(StartupError, match=r"rope_freqs\.weight"):
             model_of(file, tuple(factors.tolist()))
+
+
+def test_llama_4_has_what_llama_cpp_takes_to_be_so(tmp_path: Path, model_directory) -> None:
+    """Scout's scaling by its factors, Maverick's heads without norms, and no model without chunks."""
+    header = parsed(write_gguf(model_directory("llama4"), tmp_path / "model.gguf"))
+    rope = {"low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192, "factor": 16.0}
+    header.metadata["llama4.rope.freq_base"] = 500_000.0
+    factors = tuple(llama3_factors(rope | {"rope_theta": 500_000.0}, head_dim=16).tolist())
+    assert set(factors) == {1.0, 16.0}
+    assert config_of(header, factors)["rope_scaling"] == {"rope_type": "llama3"} | rope
+    assert config_of(header, None)["use_qk_norm"]
+    header.metadata["llama4.expert_count"] = 128
+    assert not config_of(header, None)["use_qk_norm"]
+    header.metadata["llama4.attention.sliding_window"] = 0
+    with pytest.raises(StartupError, match=r"llama4\.attention\.sliding_window=0"):
+        config_of(header, None)
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
