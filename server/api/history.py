@@ -18,13 +18,7 @@ from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_call
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Type of a part -> its field that has the text
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "reasoning_text": "text",
-    "refusal": "refusal",
-}
+_TEXT_FIELDS = {"refusal": "refusal"} | dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text")
 _PART_SEPARATOR = "\n"
 # Fields of a message that would change the answer
 _UNSUPPORTED = ("audio", "images", "prefix", "partial")

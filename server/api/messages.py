@@ -31,7 +31,7 @@ from server.api.history import Message, chat_prompt, joined_turn, missing_field,
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
-from server.api.replies import ErrorForm, ErrorObject, Extras, ReplyContext, Surface, WholeReply, list_reply
+from server.api.replies import STATUSES, ErrorForm, ErrorObject, Extras, ReplyContext, Surface, WholeReply, list_reply
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
 from server.wire import sse
@@ -43,23 +43,13 @@ FUNCTION_KIND = "custom"  # the type of tools that are functions
 _BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
 
 # ErrorKind -> (status, type); 529 is Anthropic's own, which its clients retry
-_ERRORS: dict[ErrorKind, tuple[int, str]] = {
-    ErrorKind.INVALID_REQUEST: (400, "invalid_request_error"),
-    ErrorKind.AUTHENTICATION: (401, "authentication_error"),
-    ErrorKind.PERMISSION: (403, "permission_error"),
+_ERRORS = STATUSES | {
     ErrorKind.NOT_FOUND: (404, "not_found_error"),
-    ErrorKind.METHOD_NOT_ALLOWED: (405, "invalid_request_error"),
-    ErrorKind.REQUEST_TIMEOUT: (408, "timeout_error"),
     ErrorKind.CONFLICT: (409, "invalid_request_error"),
     ErrorKind.BODY_TOO_LARGE: (413, "request_too_large"),
-    ErrorKind.UNSUPPORTED_MEDIA_TYPE: (415, "invalid_request_error"),
-    ErrorKind.KEY_REUSED: (422, "invalid_request_error"),
-    ErrorKind.CANCELLED: (499, "invalid_request_error"),
-    ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "api_error"),
-    ErrorKind.UNAVAILABLE: (529, "overloaded_error"),
     ErrorKind.UPSTREAM: (502, "api_error"),
-    ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
+    ErrorKind.UNAVAILABLE: (529, "overloaded_error"),
 }
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
@@ -429,11 +419,6 @@ class _Blocks:
         self.parser = answer_parser(call.thought, call.tools, call.constraint)
         self._reply_id = context.reply_id
 
-    def parts(self, text: str, reason: FinishReason | None, stop: str | int | None = None) -> Sequence[Part]:
-        if self.parser is None:
-            return [Text(text)] if text else []
-        return parts_of(self.parser, text, reason, stop)
-
     def add(self, part: Part) -> bool:
         """Whether the part begins a block."""
         match part:
@@ -494,7 +479,7 @@ class MessageStream:
     def text(self, choice: int, text: str) -> bytes:
         if self._blocks.parser is None:
             return self._text_head + sse.json_strings[text] + b"}}" + sse.EVENT_END
-        return b"".join(map(self._added, self._blocks.parts(text, None)))
+        return b"".join(map(self._added, parts_of(self._blocks.parser, text, None)))
 
     def text_frame(self, choice: int) -> TextFrame | None:
         if self._blocks.parser is not None:
@@ -506,7 +491,7 @@ class MessageStream:
             self._stop = self._blocks.stop_reason(delta)
         if self._blocks.parser is None:
             return self.text(choice, delta.text) if delta.text else b""
-        parts = self._blocks.parts(delta.text, delta.finish_reason, delta.stop_string)
+        parts = parts_of(self._blocks.parser, delta.text, delta.finish_reason, delta.stop_string)
         return b"".join(map(self._added, parts))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
@@ -545,7 +530,7 @@ class MessageDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         blocks = _Blocks(self._call, self._context)
-        for part in blocks.parts("".join(self.texts[0]), self._reasons[0], self._stop_reasons[0]):
+        for part in parts_of(blocks.parser, "".join(self.texts[0]), self._reasons[0], self._stop_reasons[0]):
             blocks.add(part)
         if blocks.parser is None and not blocks.all:
             blocks.all.append(_Block("text"))

@@ -254,10 +254,7 @@ class _Lines:
 
     def parts(self, text: str, reason: FinishReason | None, stop: str | int | None = None) -> list[dict[str, Any]]:
         """The fields of each line that more text makes."""
-        parts: list[Part] = [Text(text)] if text else []
-        if self._parser is not None:
-            parts = parts_of(self._parser, text, reason, stop)
-        lines = [line for part in parts for line in self._lines_of(part)]
+        lines = [line for part in parts_of(self._parser, text, reason, stop) for line in self._lines_of(part)]
         return lines if reason is None else [*lines, *self._complete()]
 
     def _lines_of(self, part: Part) -> Iterable[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from core.answer_parts import AnswerParser, HarmonyParser, Part, ThoughtParser, ToolCallParser
+from core.answer_parts import AnswerParser, HarmonyParser, Part, Text, ThoughtParser, ToolCallParser
 from core.constraints import GrammarSpec
 from core.errors import InvalidRequest
 from core.thoughts import ThoughtStart
@@ -174,12 +174,17 @@ def check_hidden(wishes: ThoughtWishes | None, param: str | None) -> None:
         raise InvalidRequest(message, param)
 
 
-def parts_of(parser: AnswerParser, text: str, reason: FinishReason | None, stop: str | int | None = None) -> list[Part]:
+def parts_of(
+    parser: AnswerParser | None, text: str, reason: FinishReason | None, stop: str | int | None = None
+) -> list[Part]:
     """What more of an answer's text says, all of it where the answer has ended for a reason.
 
     Args:
+        parser: None: the text is the answer.
         stop: the request's stop string that has cut it, or a stop id that has ended it.
     """
+    if parser is None:
+        return [Text(text)] if text else []
     is_cut = reason is FinishReason.LENGTH or isinstance(stop, str)
     return parser.feed(text) + ([] if reason is None else parser.close(is_cut))
 

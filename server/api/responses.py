@@ -33,16 +33,9 @@ from server.wire import sse
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # What OpenAI's API can include. Only logprobs exist here: asking for the rest changes nothing.
 INCLUDABLE = frozenset(
-    {
-        INCLUDE_LOGPROBS,
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-        "reasoning.encrypted_content",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    }
+    f"{INCLUDE_LOGPROBS} code_interpreter_call.outputs computer_call_output.output.image_url file_search_call.results "
+    "message.input_image.image_url reasoning.encrypted_content web_search_call.action.sources "
+    "web_search_call.results".split()
 )
 
 
@@ -117,21 +110,16 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     check_metadata(wire.metadata or {})
     num_logprobs = wire.top_logprobs or 0
     check_range("top_logprobs", num_logprobs, 0, defaults.limits.num_top_logprobs)
-    tools = tool_wishes(
-        list(wire.tools or ()),
-        wire.tool_choice,
-        wire.parallel_tool_calls,
-        defaults.tool_style,
-        "tools[{}]",
-        wire.max_tool_calls,
-    )
+    style = defaults.tool_style
+    functions: list[Function] = [*(wire.tools or ())]
+    tools = tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, style, "tools[{}]", wire.max_tool_calls)
     thought, variables = thought_wishes(wire, defaults.thought_style)
     has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
     return generation_call(
         wire,
         model,
         defaults,
-        (_prompt(wire, defaults.tool_style, tools, variables),),
+        (_prompt(wire, style, tools, variables),),
         tools=tools,
         thought=thought,
         max_tokens=wire.max_output_tokens,
@@ -205,16 +193,6 @@ def _message(item: InputItem, param: str) -> Message:
                 f"{param}.type",
                 "unsupported_content_type",
             )
-
-
-def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": bool(tool.strict),
-    }
 
 
 def _text_format(wire: ResponsesBody) -> dict[str, Any]:
@@ -466,10 +444,8 @@ class ResponseDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         (texts,), (reason,) = self.texts, self._reasons
-        items, parser = (
-            _Items(self._context),
-            answer_parser(self._call.thought, self._call.tools, self._call.constraint),
-        )
+        items = _Items(self._context)
+        parser = answer_parser(self._call.thought, self._call.tools, self._call.constraint)
         entries = self._entries or [[] for _ in texts]
         waiting: list[dict[str, Any]] = []
         if parser is None:
@@ -552,7 +528,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "temperature": call.sampling.temperature,
         "text": {"format": _text_format(wire)},
         "tool_choice": wire.tool_choice or "auto",
-        "tools": [_shown_tool(tool) for tool in wire.tools or ()],
+        "tools": [msgspec.to_builtins(tool) | {"strict": bool(tool.strict)} for tool in wire.tools or ()],
         "top_logprobs": call.sampling.num_logprobs or 0,
         "top_p": call.sampling.top_p,
         "truncation": wire.truncation or "disabled",
