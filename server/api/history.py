@@ -4,7 +4,7 @@ Content becomes one string, and each tool's result finds the call that it answer
 is parsed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +20,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Type of a part -> its field that has the text
 _TEXT_FIELDS = {"refusal": "refusal"} | dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text")
 _PART_SEPARATOR = "\n"
+# Fields that can be read of what another server's tool has found
+_FOUND = (
+    *("title", "filename", "url", "tool_name", "text", "logs", "stdout", "stderr", "outcome", "error_code", "message"),
+    *("content", "source", "data", "output", "outputs", "results", "sources", "tool_references", "error"),
+)
 # Fields of a message that would change the answer
 _UNSUPPORTED = ("audio", "images", "prefix", "partial")
 
@@ -28,6 +33,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "text"
     text: str | UnsetType | None = UNSET
     refusal: str | UnsetType | None = UNSET
+
+
+class ResultPart(Part, frozen=True, kw_only=True):
+    """Of a call's result in responses; a shell's has these fields alone."""
+
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: dict[str, Any] | None = None
 
 
 Content = str | list[Part | str] | None | UnsetType
@@ -172,7 +185,7 @@ def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: boo
     return msgspec.structs.replace(prompt, begins_answer=False, continues_last=True)
 
 
-def flatten(content: Content, param: str) -> str:
+def flatten(content: str | Sequence[Part | str] | UnsetType | None, param: str) -> str:
     """The content's text; parts are joined by a line break.
 
     Raises:
@@ -187,6 +200,32 @@ def flatten(content: Content, param: str) -> str:
     return _PART_SEPARATOR.join(_part_text(part, f"{param}[{i}]") for i, part in enumerate(content))
 
 
+def found_text(found: Any, param: str) -> str:
+    """What can be read of what another server's tool has found, in JSON of a form of its own.
+
+    Raises:
+        InvalidRequest: an image is in it.
+    """
+    match found:
+        case str():
+            return found
+        case {"type": "image" | "input_image" as kind}:
+            raise unsupported("Parts", kind, param)
+        case {"type": "timeout"}:
+            return "timeout"
+        case {"type": "exit", "exit_code": int(code)} if code:
+            return f"exit code {code}"
+        case {"type": "base64"}:
+            return ""
+        case dict():
+            inner = [found_text(found.get(name), f"{param}.{name}") for name in _FOUND]
+        case list():
+            inner = [found_text(one, f"{param}[{i}]") for i, one in enumerate(found)]
+        case _:
+            return ""
+    return _PART_SEPARATOR.join(filter(None, inner))
+
+
 def checked_role(role: str, param: str) -> str:
     """The role as chat templates know it."""
     if role not in ROLES:
@@ -198,17 +237,21 @@ def missing_field(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
 
 
+def unsupported(what: str, kind: str, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{what} of type {kind[:32]!r} are not supported: this model reads text only. "
+        'Send {"type": "text", "text": "..."}.',
+        f"{param}.type",
+        "unsupported_content_type",
+    )
+
+
 def _part_text(part: Part | str, param: str) -> str:
     if isinstance(part, str):
         return part
     field = _TEXT_FIELDS.get(part.type)
     if field is None:
-        raise InvalidRequest(
-            f"Parts of type {part.type[:32]!r} are not supported: this model reads text only. "
-            'Send {"type": "text", "text": "..."}.',
-            f"{param}.type",
-            "unsupported_content_type",
-        )
+        raise unsupported("Parts", part.type, param)
     text: str | UnsetType | None = getattr(part, field)
     if text is UNSET:
         raise missing_field(f"{param}.{field}")

@@ -27,7 +27,7 @@ from server.api.fields import (
     SamplingFields,
     generation_call,
 )
-from server.api.history import Message, chat_prompt, joined_turn, missing_field, with_end
+from server.api.history import Message, chat_prompt, found_text, joined_turn, missing_field, unsupported, with_end
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
@@ -80,6 +80,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     stdout: str | None = None
     stderr: str | None = None
     error_code: str | None = None
+    tool_name: str | UnsetType = UNSET
+    tool_references: "list[Block] | None" = None
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,6 +259,10 @@ def _block_text(block: Block, where: str) -> str:
     match block.type:
         case "text" if isinstance(block.text, str):
             return block.text
+        case "compaction" if isinstance(block.content, str):
+            return block.content
+        case "tool_reference" if isinstance(block.tool_name, str):
+            return block.tool_name
         case "text":
             raise missing_field(f"{where}.text")
         case "document" if isinstance(block.source, Source) and block.source.type in ("text", "content"):
@@ -268,12 +274,7 @@ def _block_text(block: Block, where: str) -> str:
         case "search_result" if isinstance(block.content, list):
             return "\n".join(filter(None, (block.title, _text(block.content, f"{where}.content"))))
         case other:
-            raise InvalidRequest(
-                f"Blocks of type {other[:32]!r} are not supported here: this model reads text only. "
-                'Send {"type": "text", "text": "..."}.',
-                f"{where}.type",
-                "unsupported_content_type",
-            )
+            raise unsupported("Blocks", other, where)
 
 
 def _others(turn: Turn, where: str) -> list[tuple[Message, str]]:
@@ -317,6 +318,8 @@ def _assistant(turn: Turn, where: str, has_calls: bool) -> list[tuple[Message, s
     calls: list[ToolCall] = []
 
     def flush() -> None:
+        if made and not (texts or thoughts or calls):
+            return
         content, thought = "\n".join(texts) if texts else None, "\n".join(thoughts) or None
         made.append(
             (Message(role="assistant", content=content, tool_calls=calls[:] or None, reasoning_content=thought), where)
@@ -337,31 +340,20 @@ def _assistant(turn: Turn, where: str, has_calls: bool) -> list[tuple[Message, s
             case kind if kind.endswith("_tool_result"):
                 if has_calls:
                     flush()
-                    made.append(
-                        (Message(role="tool", content=_found(block), tool_call_id=block.tool_use_id or None), place)
-                    )
+                    found = found_text(msgspec.to_builtins(block.content), f"{place}.content")
+                    made.append((Message(role="tool", content=found, tool_call_id=block.tool_use_id or None), place))
             case "thinking":
                 if block.thinking is UNSET:
                     raise missing_field(f"{place}.thinking")
                 thoughts.append(block.thinking)
             case "redacted_thinking":  # another server's, which nobody here can read
                 pass
+            case "compaction" if block.content is None:  # one that failed
+                pass
             case _:
                 texts.append(_block_text(block, place))
-    if texts or thoughts or calls or not made:
-        flush()
+    flush()
     return made
-
-
-def _found(block: Block) -> str:
-    """What a server tool's result has that can be read: Anthropic encrypts the rest."""
-    inner = block.content
-    if isinstance(inner, str):
-        return inner
-    told = [getattr(block, name) for name in ("title", "url", "text", "stdout", "stderr", "error_code")]
-    parts = [one for one in told if isinstance(one, str)]
-    parts += [_found(one) for one in (inner if isinstance(inner, list) else [inner]) if one is not None]
-    return "\n".join(filter(None, parts))
 
 
 # Answers.

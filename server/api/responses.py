@@ -22,7 +22,16 @@ from server.api.fields import (
     check_range,
     generation_call,
 )
-from server.api.history import Content, Message, chat_prompt, checked_role, flatten, joined_turn, missing_field
+from server.api.history import (
+    Content,
+    Message,
+    ResultPart,
+    chat_prompt,
+    flatten,
+    found_text,
+    joined_turn,
+    missing_field,
+)
 from server.api.known_fields import rules_of
 from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
@@ -46,6 +55,15 @@ _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FI
 _FAILED_CODES = {ErrorKind.RATE_LIMITED: "rate_limit_exceeded", ErrorKind.INVALID_REQUEST: "invalid_prompt"}
 
 
+# Types of items, beside messages and reasoning. Calls of another server's own tools have their results in them.
+_CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"})
+_ANSWERED = frozenset({"code_interpreter_call", "file_search_call", "mcp_call", "web_search_call"})
+_NAMED = frozenset({"function_call", "custom_tool_call", "mcp_call"})  # the others are named by their type
+_FOUND = frozenset({"shell_call_output", "apply_patch_call_output"})  # results in forms of their own
+_RESULTS = _FOUND | {"function_call_output", "custom_tool_call_output", "local_shell_call_output"}
+_TEXTLESS = frozenset({"mcp_list_tools", "compaction"})  # no model can read anything of them
+
+
 class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     role: str | None = None
@@ -53,7 +71,18 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: Content = msgspec.UNSET
+    output: str | list[ResultPart | str] | msgspec.UnsetType | None = msgspec.UNSET
+    # Of tools that are no functions
+    id: str | None = None
+    status: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    queries: list[str] | None = None
+    code: str | None = None
+    outputs: list[dict[str, Any]] | None = None
+    results: list[dict[str, Any]] | None = None
+    error: str | dict[str, Any] | None = None
 
 
 class ResponsesTool(Function, frozen=True, kw_only=True):
@@ -148,16 +177,15 @@ def _prompt(
         if item.type == "reasoning":
             thought = "\n".join(filter(None, (thought, _thought(item, param))))
             continue
-        message = _message(item, param)
-        if message.role == "assistant":
-            message = msgspec.structs.replace(message, reasoning_content=thought or None)
+        for message in _messages(item, param, style is not None):
+            if message.role == "assistant":
+                message = msgspec.structs.replace(message, reasoning_content=thought or None)
             thought = ""
             if message.tool_calls and len(messages) > num_before and messages[-1].role == "assistant":
                 messages[-1] = joined_turn(messages[-1], message)  # one turn: its text, and its calls
-                continue
-        thought = ""
-        messages.append(message)
-        params.append(param)
+            else:
+                messages.append(message)
+                params.append(param)
     if len(messages) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
     return chat_prompt(messages, style, tools, "input", params, variables, "call_id")
@@ -171,28 +199,49 @@ def _thought(item: InputItem, param: str) -> str:
     return flatten(content, f"{param}.content") if content else ""
 
 
-def _message(item: InputItem, param: str) -> Message:
-    match item.type:
-        case None | "message":
-            if item.role is None:
-                raise missing_field(f"{param}.role")
-            role = checked_role(item.role, f"{param}.role")
-            return Message(role=role, content=flatten(item.content, f"{param}.content"))
-        case "function_call":
-            if item.name is None:
-                raise missing_field(f"{param}.name")
-            function = CalledFunction(name=item.name, arguments=item.arguments)
-            return Message(role="assistant", tool_calls=[ToolCall(function=function, id=item.call_id)])
-        case "function_call_output":
-            if item.call_id is None:
-                raise missing_field(f"{param}.call_id")
-            return Message(role="tool", content=flatten(item.output, f"{param}.output"), tool_call_id=item.call_id)
-        case other:
-            raise InvalidRequest(
-                f"Items of type {other[:32]!r} are not supported: send messages, function calls and their outputs.",
-                f"{param}.type",
-                "unsupported_content_type",
-            )
+def _messages(item: InputItem, param: str, has_calls: bool) -> list[Message]:
+    """What an item is to the chat template.
+
+    Args:
+        has_calls: it has a form for them; without it what another server's tools were asked and found is left out.
+    """
+    kind = item.type or "message"
+    if kind == "message":
+        if item.role is None:
+            raise missing_field(f"{param}.role")
+        return [Message(role=item.role, content=flatten(item.content, f"{param}.content"))]
+    if kind in _CALLS or (kind in _ANSWERED and has_calls):
+        call_id = item.call_id or (item.id or param if kind in _ANSWERED else None)
+        call = Message(role="assistant", tool_calls=[ToolCall(function=_called(item, kind, param), id=call_id)])
+        if kind in _CALLS:
+            return [call]
+        return [call, Message(role="tool", content=_found(item, param), tool_call_id=call_id)]
+    if kind in _RESULTS:
+        call_id = item.call_id or (item.id if kind == "local_shell_call_output" else None)
+        if call_id is None:
+            raise missing_field(f"{param}.call_id")
+        text = _found(item, param) if kind in _FOUND else flatten(item.output, f"{param}.output")
+        return [Message(role="tool", content=text, tool_call_id=call_id)]
+    if kind in _ANSWERED | _TEXTLESS:
+        return []
+    message = f"Items of type {kind[:32]!r} are not supported: send messages, calls and their outputs."
+    raise InvalidRequest(message, f"{param}.type", "unsupported_content_type")
+
+
+def _called(item: InputItem, kind: str, param: str) -> CalledFunction:
+    name = item.name if kind in _NAMED else kind.removesuffix("_call")
+    if name is None:
+        raise missing_field(f"{param}.name")
+    texts = {"input": item.input, "queries": item.queries, "code": item.code}
+    asked = item.arguments or item.action or item.operation or texts
+    if isinstance(asked, dict):
+        asked = {key: value for key, value in asked.items() if value is not None and key != "sources"}
+    return CalledFunction(name=name, arguments=asked)
+
+
+def _found(item: InputItem, param: str) -> str:
+    told = msgspec.to_builtins(item) | {"content": None, "sources": (item.action or {}).get("sources")}
+    return found_text(told, param) or item.status or ""
 
 
 def _text_format(wire: ResponsesBody) -> dict[str, Any]:

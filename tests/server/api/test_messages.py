@@ -107,6 +107,49 @@ def test_what_a_server_tool_found_is_a_result_of_a_call() -> None:
     assert [one["content"] for one in plain.messages[1:-1]] == ["I search.\nA bear.\nSeven."]
 
 
+def test_pages_references_to_tools_and_summaries_are_the_text_they_have() -> None:
+    """What Anthropic's own tools, its tool search and its compaction leave in a history."""
+    page = {
+        "type": "document",
+        "title": "Panda",
+        "source": {"type": "text", "media_type": "text/plain", "data": "Bear"},
+    }
+    scan = {"type": "document", "title": "Scan", "source": {"type": "base64", "data": "JVBE"}}
+    named = {"type": "tool_reference", "tool_name": "look"}
+    searched = {"type": "tool_search_tool_search_result", "tool_references": [named]}
+    turn = [
+        {"type": "compaction", "content": "We spoke of bears.", "encrypted_content": "Eo8"},
+        {"type": "compaction", "content": None},
+        *({"type": "server_tool_use", "id": f"s{i}", "name": "web_fetch", "input": {}} for i in range(3)),
+        {
+            "type": "web_fetch_tool_result",
+            "tool_use_id": "s0",
+            "content": {"type": "web_fetch_result", "content": page},
+        },
+        {
+            "type": "web_fetch_tool_result",
+            "tool_use_id": "s1",
+            "content": {"type": "web_fetch_result", "content": scan},
+        },
+        {"type": "tool_search_tool_result", "tool_use_id": "s2", "content": searched},
+        CALL,
+    ]
+    history = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": turn},
+        {"role": "user", "content": [result([named])]},
+    ]
+    told = [(one["role"], one["content"]) for one in prompt(messages=history)][1:]
+    assert told == [
+        ("assistant", "We spoke of bears."),
+        ("tool", "Panda\nBear"),
+        ("tool", "Scan"),
+        ("tool", "look"),
+        ("assistant", ""),
+        ("tool", "look"),
+    ]
+
+
 def test_a_billing_header_is_left_out_and_documents_are_text() -> None:
     billing = text("x-anthropic-billing-header: cc_version=2.1; cch=abc12;")
     for source in (

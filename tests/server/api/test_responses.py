@@ -1,11 +1,13 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from core.errors import ErrorKind, ServiceError
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.tool_detection import ToolStyle
 from core.types import Delta, FinishReason
 from server.api.fields import ChatPrompt
 from server.api.replies import StreamReply
@@ -13,6 +15,8 @@ from server.api.responses import SURFACE
 from tests.server.api import wire
 from tests.server.api.wire import CONTEXT, LOGPROBS, read_events, say, sdk_reading
 
+STYLED = msgspec.structs.replace(wire.DEFAULTS, tool_style=ToolStyle("hermes", has_text_arguments=False, most_calls=2))
+INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(ResponseInputItemParam)
 EVENT_TYPE: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OPENING = [
     "response.created",
@@ -236,3 +240,143 @@ def test_reasoning_items_are_the_thought_of_the_message_behind_them() -> None:
         {"role": "user", "content": "Again"},
     )
     assert wire.refusal(SURFACE, input=[thought]).param == "input"
+
+
+def told(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages that items behind the user's become where the template has calls."""
+    body = json.dumps({"input": [{"role": "user", "content": "Hi"}, *items]}).encode()
+    (chat,) = SURFACE.parse(body, lambda model: ("tiny", STYLED)).prompts
+    assert isinstance(chat, ChatPrompt)
+    return list(chat.messages[1:])
+
+
+ACTION = {"type": "exec", "command": ["ls"], "env": {}}
+PATCH = {"type": "update_file", "path": "a.py", "diff": "@@"}
+RAN = [
+    {"stdout": "a.py", "stderr": "no b.py", "outcome": {"type": "exit", "exit_code": 2}},
+    {"stdout": "", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}},
+    {"stdout": "c", "stderr": "", "outcome": {"type": "timeout"}},
+]
+LOOKED_FOR = {"type": "search", "query": "panda", "sources": [{"type": "url", "url": "https://p.example"}]}
+IN_FILE = {"file_id": "f1", "filename": "a.md", "score": 0.5, "text": "Bears."}
+
+
+@pytest.mark.parametrize(
+    ("call", "output", "name", "arguments", "found"),
+    [
+        (
+            {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin Patch"},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "Done!"}]},
+            "apply_patch",
+            {"input": "*** Begin Patch"},
+            "Done!",
+        ),
+        (
+            {"type": "local_shell_call", "id": "l1", "call_id": "c1", "status": "completed", "action": ACTION},
+            {"type": "local_shell_call_output", "id": "c1", "output": "a.py"},
+            "local_shell",
+            ACTION,
+            "a.py",
+        ),
+        (
+            {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"], "timeout_ms": None}},
+            {"type": "shell_call_output", "call_id": "c1", "output": RAN},
+            "shell",
+            {"commands": ["ls"]},
+            "a.py\nno b.py\nexit code 2\nc\ntimeout",
+        ),
+        (
+            {"type": "apply_patch_call", "call_id": "c1", "status": "completed", "operation": PATCH},
+            {"type": "apply_patch_call_output", "call_id": "c1", "status": "failed"},
+            "apply_patch",
+            PATCH,
+            "failed",
+        ),
+    ],
+)
+def test_a_call_of_any_tool_is_a_call_and_its_output_its_result(
+    call: dict[str, Any], output: dict[str, Any], name: str, arguments: dict[str, Any], found: str
+) -> None:
+    for item in (call, output):
+        INPUT_ITEM.validate_python(item)
+    called, result = told(call, output)
+    assert [one["function"] for one in called["tool_calls"]] == [{"name": name, "arguments": arguments}]
+    assert result == {"role": "tool", "content": found, "tool_call_id": "c1", "name": name}
+    with pytest.raises(InvalidRequest) as caught:
+        told(output)
+    assert caught.value.param == "input[1].call_id"
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "arguments", "found"),
+    [
+        (
+            {"type": "web_search_call", "id": "w1", "status": "completed", "action": LOOKED_FOR},
+            "web_search",
+            {"type": "search", "query": "panda"},
+            "https://p.example",
+        ),
+        (
+            {"type": "file_search_call", "id": "f1", "status": "completed", "queries": ["bear"], "results": [IN_FILE]},
+            "file_search",
+            {"queries": ["bear"]},
+            "a.md\nBears.",
+        ),
+        (
+            {
+                "type": "code_interpreter_call",
+                "id": "i1",
+                "status": "completed",
+                "container_id": "x",
+                "code": "print(7)",
+                "outputs": [{"type": "logs", "logs": "7"}],
+            },
+            "code_interpreter",
+            {"code": "print(7)"},
+            "7",
+        ),
+        (
+            {
+                "type": "mcp_call",
+                "id": "m1",
+                "server_label": "s",
+                "name": "look",
+                "arguments": '{"at": "x"}',
+                "error": {"type": "http_error", "code": 502, "message": "Bad gateway"},
+            },
+            "look",
+            {"at": "x"},
+            "Bad gateway",
+        ),
+        ({"type": "web_search_call", "status": "failed"}, "web_search", {}, "failed"),
+    ],
+)
+def test_what_another_servers_tool_found_is_a_result(
+    item: dict[str, Any], name: str, arguments: dict[str, Any], found: str
+) -> None:
+    textless: list[dict[str, Any]] = [
+        {"type": "mcp_list_tools", "id": "l1", "server_label": "s", "tools": []},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+    ]
+    for one in (*textless, item)[: 3 if "id" in item else 2]:
+        INPUT_ITEM.validate_python(one)
+    called, result, _ = told(*textless, item, {"role": "assistant", "content": "So."})
+    assert [one["function"] for one in called["tool_calls"]] == [{"name": name, "arguments": arguments}]
+    assert (result["role"], result["content"], result["name"]) == ("tool", found, name)
+    assert prompt(input=[{"role": "user", "content": "Hi"}, item]) == ({"role": "user", "content": "Hi"},)
+
+
+def test_images_and_missing_fields_of_calls_are_refused_by_name() -> None:
+    call = {"type": "custom_tool_call", "call_id": "c1", "name": "look", "input": ""}
+    image = {"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_image"}]}
+    drawn = {"type": "code_interpreter_call", "outputs": [{"type": "image", "url": "data:image/png;base64,iVBO"}]}
+    for items, param in (
+        ((call, image), "input[2].output[0].type"),
+        ((drawn,), "input[1].outputs[0].type"),
+        ((call, image | {"call_id": None}), "input[2].call_id"),
+        ((call | {"name": None},), "input[1].name"),
+        ((call, {"type": "shell_call_output", "call_id": "c2", "output": []}), "input[2].call_id"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            told(*items)
+        assert caught.value.param == param
