@@ -171,6 +171,17 @@ def test_who_read_it_before_gets_the_surfaces_error(path: str, fields: dict[str,
         server.run()
 
 
+def test_an_answer_whose_events_show_no_id_has_it_as_x_request_id() -> None:
+    with keeping() as server:
+        asked = {"prompt": "step", "n_predict": 40, "stream": True, "resumable": True}
+        transport = server.send(request("POST", "/completion", asked))
+        server.run()
+        (answer,) = answers(bytes(transport.received))
+        again = server.ask(request("GET", f"/v1/requests/{answer.headers['x-request-id']}/stream"), "GET")
+        assert (again.status, again.body) == (200, answer.body)
+        assert b"id: 1\n" in again.body
+
+
 def test_a_head_takes_the_stream_from_nobody() -> None:
     with keeping() as server:
         transport = server.send(chat(**RESUMABLE))
