@@ -371,7 +371,7 @@ def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
         {"architectures": ["MixtralForCausalLM"], "num_local_experts": 100_000},
         {"rope_parameters": []} | {"rope_scaling": [1]},
         {"rope_scaling": {"rope_type": "linear"}},
-        {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
+        {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 0.5}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
         {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01},
