@@ -252,10 +252,10 @@ def rewritten(file: Path, fields: dict[str, Any]) -> Path:
 
 
 def test_unknown_architectures_and_formats_are_named(tmp_path: Path, directory: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "falcon.gguf", "falcon")
-    finish(writer)
-    assert "'falcon' is not supported" in refusal(tmp_path / "falcon.gguf").cause
-    assert "llama, qwen2, qwen3" in refusal(tmp_path / "falcon.gguf").fix
+    for name in ("falcon", "deepseek2", "qwen3next", "qwen35", "qwen35moe"):
+        finish(gguf.GGUFWriter(tmp_path / f"{name}.gguf", name))
+        assert f"{name!r} is not supported" in refusal(tmp_path / f"{name}.gguf").cause
+        assert "llama, qwen2, qwen3" in refusal(tmp_path / f"{name}.gguf").fix
     writer = gguf.GGUFWriter(tmp_path / "iq2.gguf", "llama")
     rows = np.zeros((2, 66), np.uint8)
     writer.add_tensor("output.weight", rows, raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
