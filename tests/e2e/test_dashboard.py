@@ -287,9 +287,8 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.evaluate("document.getElementById('moment').focus()")
         page.press("Home", 36)
         page.wait("document.getElementById('seen').textContent !== 'now'")
-        first = page.evaluate("[...document.querySelectorAll('#tiles p')].map((one) => one.innerText).join('|')")
-        assert "0|" in first
-        assert "Requests per second: 0; " in page.evaluate("document.getElementById('moment').ariaValueText")
+        first = page.evaluate("document.querySelector('#tiles p').innerText")
+        assert f"Requests per second: {first}; " in page.evaluate("document.getElementById('moment').ariaValueText")
         page.evaluate("document.getElementById('moment').blur()")
         page.wait("document.getElementById('seen').textContent === 'now'")
         type_into(page, "search", "ACME")
