@@ -56,7 +56,7 @@ class Watcher:
 
     def take(self, pool: BlockPool, host: HostBlocks, running: Iterable[Sequence]) -> Watched | None:
         """What there is to tell; None: nothing."""
-        if not self.has_news:
+        if not (self._steps or self._preempted or self._wants_blocks):  # as has_news, without a call for each step
             return None
         blocks = block_map(pool, host, running) if self._wants_blocks else None
         found = Watched(self._steps, self._preempted, blocks)
