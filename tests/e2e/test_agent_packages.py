@@ -65,7 +65,7 @@ def what_comes_of(form: str, *command: str) -> Any:
 
 CASES = {
     "openai_agents": [[ANSWER, ["tool_call_item", "tool_call_output_item", "message_output_item"]], ADA] * 4,
-    "langchain": [[ANSWER, [0, 1, 0, 0]], [ANSWER, [0, 1, 0, 0]], *[ADA] * 6] * 2,
+    "langchain": [[ANSWER, [0, 1, 0, 0]], [ANSWER, [0, 1, 0, 0]], *[ADA] * 6] * 3,
     "instructor": [*[ADA] * 7, [ADA]],
     "pydantic_ai": [ANSWER, ANSWER, *[ADA] * 6] * 2,
     "litellm": [*[[ANSWER, 4]] * 8, ADA],

@@ -65,11 +65,15 @@ def openai_agents(url: str) -> Any:
 def langchain(url: str) -> Any:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
+    from langchain_ollama import ChatOllama
     from langchain_openai import ChatOpenAI
 
     found: list[Any] = []
-    for uses_responses in (False, True):
-        model = ChatOpenAI(model=MODEL, base_url=url, api_key="none", max_retries=0, use_responses_api=uses_responses)
+    models: list[Any] = [
+        ChatOpenAI(model=MODEL, base_url=url, api_key="none", max_retries=0, use_responses_api=uses_responses)
+        for uses_responses in (False, True)
+    ]
+    for model in (*models, ChatOllama(model=MODEL, base_url=url.removesuffix("/v1"))):
         bound = model.bind_tools([tool("get_weather")(weather)])
         for streams in (False, True):
             messages: list[Any] = [HumanMessage(QUESTION)]
