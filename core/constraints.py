@@ -219,9 +219,8 @@ def json_schema(schema: object, param: str, allowance: Allowance | None = None) 
             for pattern in value:
                 _check_repeats(pattern, f"{path}.patternProperties", param)
     check_answerable(schema, param, allowance)
-    source = msgspec.json.encode(
-        _as_held(schema, param, allowance, schema)
-    ).decode()  # json's holds the GIL ten times as long
+    # json's encoder holds the GIL ten times as long
+    source = msgspec.json.encode(_as_held(schema, param, allowance, schema)).decode()
     return bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
