@@ -115,6 +115,16 @@ class Clients:
                         pass
 
 
+async def start_grammar_processes(port: int) -> None:
+    """What tries grammars out is started by the first one, or some seconds after the server."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = {"model": MODEL, "prompt": [5], "max_tokens": 1, "guided_choice": ["a"]}
+    writer.write(http1_request("POST", PATH, json.dumps(body).encode()))
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    await writer.wait_closed()
+
+
 async def storm(server: Server, num_per_kind: int) -> Clients:
     """Until the listener knows of nobody, and the engine has told the end of everybody."""
     clients = Clients(server.listener.port, num_per_kind)
@@ -148,6 +158,7 @@ def test_ten_thousand_cancels_leave_no_block_stream_task_or_descriptor(
         server = Server(config, engine_loader(config), lambda lines: None)
         serving = asyncio.create_task(server.run())
         await server.wait_ready()
+        await start_grammar_processes(server.listener.port)
         await storm(server, 15)  # pools, caches, the executor's threads: what is made once
         tasks, descriptors = asyncio.all_tasks(), len(os.listdir("/proc/self/fd"))
         clients = await storm(server, NUM_PER_KIND)
