@@ -28,7 +28,7 @@ from core.drafter import (
     num_common,
     price_of,
 )
-from core.grammar import GrammarState
+from core.grammar import GrammarState, allow, forbid
 from core.plan import Flight, Int32Array, RunnerLimits, StepOutput, StepPlan
 from core.sequence import Sequence, SequenceState
 from core.sequence_states import SequenceStates, domain_of
@@ -271,19 +271,16 @@ class Drafts:
         masks = self.open_masks(len(draft) + 1)
         forced, num_before, num_kept = deque(sequence.forced), grammar.num_accepted, 0
         for mask, token_id in zip(masks, draft, strict=False):
-            _fill_mask(mask, grammar, forced)
+            self._fill_mask(mask, sequence, num_kept, forced)
             if not mask.view(np.uint32)[token_id // 32] >> token_id % 32 & 1:
                 break
             grammar.accept(token_id)
             if grammar.fault is not None or grammar.has_ended:
                 break
             num_kept += 1
-            if grammar.is_free:  # the other masks are open
-                num_kept = len(draft)
-                break
             self.next_forced(forced, grammar)
         else:
-            _fill_mask(masks[num_kept], grammar, forced)
+            self._fill_mask(masks[num_kept], sequence, num_kept, forced)
         if grammar.fault is None:
             grammar.roll_back(grammar.num_accepted - num_before)
         else:  # it cannot be rolled back, and its last mask means nothing
@@ -351,21 +348,30 @@ class Drafts:
         for row, slot in zip(plan.masked_rows, plan.slots[plan.masked_rows].tolist(), strict=True):
             sequence, num_drafts = self._states.occupants[slot], plan.num_drafts.get(row, 0)
             masks = self.open_masks(1 + num_drafts)
-            if sequence is None or sequence.grammar is None or sequence.state is not SequenceState.RUNNING:
-                pass
-            elif num_drafts:
-                assert sequence.draft_masks is not None, "they were made with the plan"
-                masks = sequence.draft_masks
-            else:
-                _fill_mask(masks[0], sequence.grammar, sequence.forced)
+            if sequence is not None and sequence.grammar is not None and sequence.state is SequenceState.RUNNING:
+                if num_drafts:
+                    assert sequence.draft_masks is not None, "they were made with the plan"
+                    masks = sequence.draft_masks
+                else:
+                    self._fill_mask(masks[0], sequence, 0, sequence.forced)
             found.append(masks)
         return np.concatenate(found)
 
+    def _fill_mask(self, mask: Int32Array, sequence: Sequence, num_drafts: int, forced: Seq[int]) -> None:
+        """What may be sampled after so many drafts: the first forced token, or what the grammar allows.
 
-def _fill_mask(mask: Int32Array, grammar: GrammarState, forced: Seq[int]) -> None:
-    """What may be sampled next: the first forced token, or what the grammar allows."""
-    if forced:
-        mask[:] = 0
-        mask.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
-    else:
-        grammar.fill_mask(mask)
+        Before min_tokens no stop id; if nothing else may come, the request's, as text; at last the model's end.
+        """
+        if forced:
+            mask[:] = 0
+            allow(mask.view(np.uint32), forced[0])
+        elif sequence.grammar is not None:
+            sequence.grammar.fill_mask(mask)
+            ends = (sequence.stop_ids, sequence.model_ends)
+            for banned in ends if sequence.num_own_tokens + num_drafts < sequence.sampling.min_tokens else ():
+                kept = mask.copy()
+                for token_id in (*banned, *range(self._limits.vocab_size, 32 * len(mask))):
+                    forbid(kept.view(np.uint32), token_id)
+                if kept.any():
+                    mask[:] = kept
+                    return

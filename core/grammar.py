@@ -126,6 +126,16 @@ def _packed(bits: npt.NDArray[np.bool_]) -> Int32Array:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def allow(words: Any, token_id: int) -> None:
+    if token_id // 32 < len(words):
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def forbid(words: Any, token_id: int) -> None:
+    if token_id // 32 < len(words):
+        words[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
+
+
 class GrammarState:
     """One sequence's. Thread: engine.
 

@@ -168,7 +168,8 @@ class Intake:
             sequence.token_ids.pop()
             self._states.finish(sequence, FinishReason.LENGTH)
             return
-        if grammar is not None and token_id not in sequence.stop_ids:
+        reason = sequence.end_after_last_token()
+        if grammar is not None and reason is not FinishReason.STOP:
             grammar.accept(token_id)
         if grammar is not None and grammar.fault is not None:
             sequence.token_ids.pop()
@@ -176,10 +177,11 @@ class Intake:
             failed = FinishReason.TOO_COMPLEX if grammar.is_too_complex else FinishReason.ERROR
             self._states.finish(sequence, failed, GRAMMAR_FAILED)
             return
-        if grammar is not None and grammar.is_free:
+        if grammar is not None and grammar.is_free and sequence.num_own_tokens >= sequence.sampling.min_tokens:
             sequence.grammar = None
         self.counts.num_generated_tokens += 1
-        reason = sequence.end_after_last_token()
+        if grammar is not None and token_id in sequence.model_ends and grammar.has_ended:  # before min_tokens
+            reason = FinishReason.STOP
         if reason is FinishReason.STOP:
             self._states.finish(sequence, reason, stop_logprobs=logprobs)
             return

@@ -37,7 +37,7 @@ class SequenceStart:
     Args:
         token_ids: all tokens known so far: the prompt, and after a preemption also what was generated.
         seed: 64-bit key of its counter-based noise, which depends on (seed, position) alone.
-        stop_ids: ids that may not be sampled before min_tokens: the model's ends (unless ignored) and the request's.
+        stop_ids: ids that may not be sampled before min_tokens. Under a grammar none: its masks leave them out.
     """
 
     slot: int
@@ -409,7 +409,7 @@ class PlanBuilder:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sampling=sequence.sampling,
                 seed=sequence.seed,
-                stop_ids=sequence.stop_ids,
+                stop_ids=sequence.stop_ids if sequence.grammar is None else (),
                 adapter=sequence.adapter,
             )
         )

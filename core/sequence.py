@@ -108,7 +108,7 @@ class Sequence:
         arrival_s: its request's, monotonic.
         place: among the sequences of its tenant and class, for life.
         due_order: among those with a deadline for the first token; infinite without one.
-        stop_ids: ids that end it: the model's ends (unless ignored) and the request's.
+        stop_ids: ids that end it: the model's ends (unless ignored), then the request's.
         token_ids: the prompt's, then its own.
         max_length: tokens, prompt included, at which it ends.
         is_started: the runner has it in its slot.
@@ -239,6 +239,10 @@ class Sequence:
         """Limit what is billed to the loop's count. Of several limits the smallest holds."""
         if num_tokens is not None:
             self.num_tokens_kept = min(self.num_billed_tokens, num_tokens)
+
+    @property
+    def model_ends(self) -> tuple[int, ...]:
+        return self.stop_ids[: len(self.stop_ids) - len(self.sampling.stop_token_ids)]
 
     def end_after_last_token(self) -> FinishReason | None:
         """Why the newest token ends it, if it does. Stop ids count from min_tokens on, as in the sampler."""

@@ -79,20 +79,15 @@ def timed_rows(took_s: Callable[[StepWork], float]) -> tuple[TimedRow, ...]:
     return tuple(found * LEAST_STEPS)
 
 
-def sampled_token(prefix: Prefix, seed: int, vocab_size: int) -> int:
-    """The token that follows a prefix: a hash of all of it and the seed."""
-    return _hashed(prefix, seed) % vocab_size
-
-
 def _hashed(prefix: Prefix, seed: int) -> int:
     return zlib.crc32(prefix, zlib.crc32(seed.to_bytes(8, "little")))
 
 
-def _allowed(token_id: int, vocab_size: int, banned: tuple[int, ...]) -> int:
-    """This id, or the next one that is not banned."""
-    while token_id in banned:
-        token_id = (token_id + 1) % vocab_size
-    return token_id
+def _sampled(start: SequenceStart, hashed: int, length: int, vocab_size: int) -> int:
+    """The token that follows so many, of whose hash it is made; no stop id before min_tokens."""
+    while length - start.num_prompt_tokens < start.sampling.min_tokens and hashed % vocab_size in start.stop_ids:
+        hashed += 1
+    return hashed % vocab_size
 
 
 def logprobs_after(prefix: Prefix, token_id: int, num_top: int) -> TokenLogprobs:
@@ -111,10 +106,8 @@ def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = s
     hashed = _hashed(np.array(start.token_ids, np.int32).tobytes(), start.seed)  # of all tokens so far
     sampled: list[int] = []
     for length in range(len(start.token_ids), min(max_length, len(start.token_ids) + max_tokens)):
-        is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
-        token_id = _allowed(hashed % limits.vocab_size, limits.vocab_size, () if is_free else start.stop_ids)
-        sampled.append(token_id)
-        if is_free and token_id in start.stop_ids:
+        sampled.append(token_id := _sampled(start, hashed, length, limits.vocab_size))
+        if token_id in start.stop_ids:
             break
         hashed = zlib.crc32(token_id.to_bytes(4, "little"), hashed)
     return sampled
@@ -226,13 +219,7 @@ class SimulatedRunner:
 
     def _sample_row(self, slot: int, length: int) -> int:
         start = self._starts[slot]
-        is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
-        vocab_size = self.limits.vocab_size
-        return _allowed(
-            sampled_token(self._prefix(slot, length), start.seed, vocab_size),
-            vocab_size,
-            () if is_free else start.stop_ids,
-        )
+        return _sampled(start, _hashed(self._prefix(slot, length), start.seed), length, self.limits.vocab_size)
 
     def _follow(self, plan: StepPlan, targets: PromptTargets) -> list[TokenLogprobs]:
         """The logprobs of the prompt's tokens after the content of the blocks."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from core.grammar import Grammar, GrammarState, Int32Array
+from core.grammar import Grammar, GrammarState, Int32Array, allow, forbid
 from core.thoughts import ThoughtFollower, ThoughtStart, follower
 from core.tool_formats import HARMONY, THOUGHTS
 
@@ -134,7 +134,7 @@ class ThoughtState(GrammarState):
         thought, answer, words = self._follower, self._answer, mask.view(np.uint32)
         if forced := self.forced():
             mask[:] = 0
-            _allow(words, forced[0])
+            allow(words, forced[0])
         elif answer is None:
             mask[:] = -1
         elif thought.is_over:
@@ -207,23 +207,23 @@ class ThoughtState(GrammarState):
         if self._takes_breaks:
             for token_id, num in self._hold.vocabulary.breaks:
                 if self._num_breaks + num <= MOST_BREAKS:
-                    _allow(words, token_id)
+                    allow(words, token_id)
 
     def _allow_begin(self, words: Any) -> None:
         vocabulary, begun = self._hold.vocabulary, self._follower.tail.lstrip()
         for token_id, data in vocabulary.begin_parts:
             if vocabulary.begin.startswith(begun + data):
-                _allow(words, token_id)
+                allow(words, token_id)
 
     def _forbid_end(self, words: Any) -> None:
         """Tokens that end the answer without the thought's end, or have both the thought's end and more."""
         vocabulary, tail = self._hold.vocabulary, self._follower.tail
         for token_id in vocabulary.eos_ids:
-            _forbid(words, token_id)
+            forbid(words, token_id)
         for token_id, data in vocabulary.overruns:
             _, end, after = (tail + data).partition(vocabulary.end)
             if end and after.strip(b"\n"):
-                _forbid(words, token_id)
+                forbid(words, token_id)
 
 
 class ChannelState(GrammarState):
@@ -256,12 +256,12 @@ class ChannelState(GrammarState):
         words, thought = mask.view(np.uint32), self._follower
         if end := self._forced_end():
             mask[:] = 0
-            _allow(words, end[0])
+            allow(words, end[0])
             return
         self._answer.fill_mask(mask)
         if self._is_used_up and thought.is_inside and thought.tail.endswith(b"<|channel|>"):
             for token_id in self._vocabulary.analysis_parts:
-                _forbid(words, token_id)
+                forbid(words, token_id)
 
     @property
     def _is_used_up(self) -> bool:
@@ -291,13 +291,3 @@ class ChannelState(GrammarState):
             self._follower, self._num_inside = self._history.pop()
         self._answer.roll_back(num_tokens)
         self.num_accepted -= num_tokens
-
-
-def _allow(words: Any, token_id: int) -> None:
-    if token_id // 32 < len(words):
-        words[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-
-def _forbid(words: Any, token_id: int) -> None:
-    if token_id // 32 < len(words):
-        words[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)

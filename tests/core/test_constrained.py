@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from random import Random
 
 import msgspec
 import pytest
@@ -342,6 +343,51 @@ def test_forced_tokens_are_the_same_where_they_are_sampled() -> None:
             assert (under_test.scheduler.stats().num_forced_tokens > 0) == forces_tokens
             found.append(under_test.log.tokens("a"))
         assert found[0] == found[1]
+
+
+STOPPED = ["%%%[0-9]+", "a%*", "(%|&){0,6}", "[a-c%]{2,4}x%+!", "", "%{3}"]
+
+
+@pytest.mark.parametrize("pattern", STOPPED)
+def test_a_grammar_wins_over_min_tokens_where_stop_ids_alone_may_come(pattern: str) -> None:
+    """Whatever ends an answer, it is as the grammar has it, or begins so; forced, drafted and sampled tokens alike."""
+    rng, grammar = Random(pattern), compiler().compile(regex(pattern, "regex"))
+    end = tokenizer().eos_id
+    assert end is not None
+    choices = [*(tokenizer().encode(one, False)[0] for one in "%&0a5x!"), end]
+    for seed in range(30):
+        request = constrained(
+            "a",
+            grammar,
+            seed=seed,
+            max_tokens=12,
+            min_tokens=rng.randrange(10),
+            stop_token_ids=tuple(rng.sample(choices, rng.randrange(5))),
+            ignore_eos=rng.random() < 0.2,
+            prompt_ids=tuple(tokenizer().encode(rng.choice(("%%%&&&", "a%%%%%")), False)),
+        )
+        found = []
+        for forces_tokens, max_drafts in ((True, 0), (False, 0), (True, 8)):
+            few = replace(limits(num_blocks=40, max_batch_tokens=64), few_tokens=8, max_drafts=max_drafts)
+            under_test = EngineUnderTest(few, (end,), forces_tokens=forces_tokens)
+            under_test.send(Submit(request))
+            under_test.run()
+            found.append((under_test.log.tokens("a"), under_test.log.terminal("a").finish_reason))
+        assert found[0] == found[1] == found[2]
+        tokens, reason = found[0]
+        assert _is_held(request, tokens, reason), (request, found)
+
+
+def _is_held(request: Request, tokens: list[int], reason: FinishReason | None) -> bool:
+    sampling, state = request.sampling, request.grammar.start()  # type: ignore[union-attr]
+    for token_id in tokens:
+        state.accept(token_id)
+    if state.fault is not None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        return False
+    ends = {token_id for token_id in (*sampling.stop_token_ids, tokenizer().eos_id) if state.takes(token_id)}
+    if reason is FinishReason.LENGTH or (ends and len(tokens) >= sampling.min_tokens):
+        return len(tokens) <= sampling.max_tokens
+    return not any(map(state.takes, set(range(tokenizer().vocab_size)) - {tokenizer().eos_id}))
 
 
 def test_a_stop_id_and_the_limit_end_a_run_of_forced_tokens() -> None:
