@@ -338,12 +338,7 @@ class StepPrice:
         return self.step_s / self.num_decodes - (self.step_s + cost_s) / (self.num_decodes + num_right)
 
     def lengths(
-        self,
-        shares: list[float],
-        most_each: list[int],
-        most: int,
-        tries: bool = False,
-        dearer: Sequence[float] = (),
+        self, shares: list[float], most_each: list[int], most: int, tries: bool = False, dearer: Sequence[float] = ()
     ) -> list[int]:
         """How many tokens of each draft to compute, so that the step brings the most tokens per second.
 

@@ -12,14 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.config_fields import (
-    bad_field,
-    positive_int,
-    read_bool,
-    read_quantization,
-    refuse_others,
-    unsupported_field,
-)
+from core.config_fields import bad_field, positive_int, read_bool, read_quantization, refuse_others, unsupported_field
 from core.errors import UnsupportedModel
 
 # Fields that change what the tensors mean, and the values under which they do not.

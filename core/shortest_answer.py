@@ -69,11 +69,7 @@ class _Node:
 
 
 def shortest_answer(
-    root: Any,
-    path: str,
-    target: Callable[[str], Any],
-    most: float = MOST_CHARACTERS,
-    most_steps: int = MAX_STEPS,
+    root: Any, path: str, target: Callable[[str], Any], most: float = MOST_CHARACTERS, most_steps: int = MAX_STEPS
 ) -> Shortest:
     """
     Args:

@@ -101,12 +101,7 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        has_padding: bool = False,
+        self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device, has_padding: bool = False
     ) -> None:
         self.num_blocks = num_blocks
         self.scratch_block, self.padding_block = num_blocks, num_blocks + 1

@@ -29,14 +29,7 @@ from gpu.quant import GROUP_SIZES, quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
 from gpu.tune import compile_first, find_operators, timed_steps, why_not_deterministic
-from gpu.weights import (
-    MatrixForm,
-    check_checkpoint,
-    heads_left_out,
-    load_mtp,
-    load_weights,
-    prequantized_scheme,
-)
+from gpu.weights import MatrixForm, check_checkpoint, heads_left_out, load_mtp, load_weights, prequantized_scheme
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; fewer of a large model, which takes longer.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3

@@ -222,11 +222,7 @@ def _to_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pack_nibbles(values.flatten(1)), scales, zeros
 
 
-_FROM_GROUPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "int8": _to_int8,
-    "fp8": _to_fp8,
-    "int4": _to_int4,
-}
+_FROM_GROUPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {"int8": _to_int8, "fp8": _to_fp8, "int4": _to_int4}
 """float32 [rows, groups, group] to values, scales and perhaps zeros"""
 
 

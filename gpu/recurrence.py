@@ -371,10 +371,7 @@ class StateSpace(_Scan):
         value = value.reshape(len(taken), own.num_heads, own.value_dim)
         steps = self._steps(step)
         tokens = Tokens(
-            self._by_head(query),
-            self._by_head(key),
-            value * steps.float().unsqueeze(-1),
-            (-self._rate * steps).float(),
+            self._by_head(query), self._by_head(key), value * steps.float().unsqueeze(-1), (-self._rate * steps).float()
         )
         found = self._read(tokens, rows, states.memory).add_(value * self._skip.unsqueeze(-1))
         return self._gated(found.flatten(1), gate).to(taken.dtype)
