@@ -254,6 +254,7 @@ class LatentConfig:
         query_rank: width from which queries are made likewise; 0: they come straight from the hidden state.
         plain_dim, rope_dim: of a query head, what is not rotated, and then what is.
         value_dim: of a head's value.
+        is_split: the checkpoint has keys' and values' matrices apart, by head, the keys' transposed.
     """
 
     rank: int
@@ -261,6 +262,7 @@ class LatentConfig:
     plain_dim: int
     rope_dim: int
     value_dim: int
+    is_split: bool = False
 
 
 @dataclass(frozen=True, slots=True)

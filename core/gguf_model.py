@@ -20,9 +20,10 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each fre
 _LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 MOST_DRAFT_LAYERS = 64
 SCORINGS = ("softmax", "sigmoid")  # expert_gating_func, from 1 on
+_YARN_GROWTH = "rope.scaling.yarn_log_multiplier"
 # Optional fields that change the computation unless they are so
 _ZERO = (
-    *("expert_count", "expert_shared_count", "moe_latent_size", "rope.scaling.yarn_log_multiplier"),
+    *("expert_count", "expert_shared_count", "moe_latent_size", _YARN_GROWTH),
     *(f"attention.{name}" for name in ("clamp_kqv", "temperature_scale", "scale")),
 )
 _ZERO_OR_ONE = "expert_weights_scale", "logit_scale", "embedding_scale", "residual_scale"
@@ -34,25 +35,15 @@ _NAMES = {
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.norm.weight",  # LFM2's last norm
     "output.weight": "lm_head.weight",
-    **{
-        f"{name}.weight": f"model.{own}.weight"
-        for name, own in {
-            "per_layer_token_embd": "embed_tokens_per_layer",
-            "per_layer_model_proj": "per_layer_model_projection",
-            "per_layer_proj_norm": "per_layer_projection_norm",
-        }.items()
-    },
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 # Of several matrices, one after the other
 _STACKED_NAMES = {"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"}
 # Of a layer that predicts later tokens, beside what every layer has
-_DRAFT_NAMES = {
-    f"nextn.{name}.weight": f"{own}.weight"
-    for name, own in {
-        **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
-        **{f"shared_head_{name}": f"shared_head.{name}" for name in ("norm", "head")},
-    }.items()
-}
+_DRAFT_PARTS = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
+_DRAFT_NAMES = {f"nextn.{name.replace('.', '_')}.weight": f"{name}.weight" for name in _DRAFT_PARTS}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # config.json field -> metadata key, after the architecture's name: required ones, and optional ones
 _NEEDED = {
@@ -90,6 +81,7 @@ _ATTENTION = {
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _LLAMA = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
+_NORMED_AFTER = {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_ATTENTION, **_MLP, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _SPACE = {
@@ -106,6 +98,7 @@ _SPACE_FIELDS = {
     "mamba_d_conv": "ssm.conv_kernel",
     "mamba_d_ssm": "ssm.inner_size",
 }
+_CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _WINDOW_FIELDS = {
     "sliding_window": "attention.sliding_window",
@@ -126,7 +119,7 @@ class GgufFamily:
         expert_names: the same for tensors that hold all experts one after the other, with {} for the expert's number.
         are_heads_turned: rows of q and k are stored with each rotary pair side by side.
         fields: config.json field -> metadata key, where the computation depends on it.
-        constants: config.json fields that the metadata leaves out.
+        constants: config.json fields that the metadata leaves out, or may leave out.
         whole_width_layers: number of layers of the one model whose scores are scaled by hidden size / heads.
     """
 
@@ -150,6 +143,7 @@ _NUMBERED_EXPERTS = {
     for name, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
 _EXPERT_SIZES = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_LOCAL_EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _EXPERT_FIELDS = {"num_experts": "expert_count", **_EXPERT_SIZES}
 _ROUTED_FIELDS = {
     "n_routed_experts": "expert_count",
@@ -159,6 +153,7 @@ _ROUTED_FIELDS = {
     "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
 }
 _GRANITE_FIELDS = {
     "attention_multiplier": "attention.scale",
@@ -171,7 +166,7 @@ _GRANITE_FIELDS = {
 _NEMOTRON = GgufFamily(
     "nemotron_h",
     {**_ATTENTION, **_MLP, **_SPACE, **_SHARED_EXPERT, "attn_norm": "norm", "ffn_gate_inp": "mlp.gate"},
-    {**_SPACE_WHOLE, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    {**_SPACE_WHOLE, **_CHOICE_BIAS},
     _EXPERTS,
     are_heads_turned=True,
     fields={
@@ -219,11 +214,32 @@ _ONE_SHARED = _ROUTED | {name: own.replace("experts", "expert") for name, own in
 _QWEN3_MOE = GgufFamily(
     "qwen3_moe", _ROUTED, expert_names=_EXPERTS, fields=_EXPERT_FIELDS, constants={"norm_topk_prob": True}
 )
+_DEEPSEEK2 = GgufFamily(
+    "deepseek_v2",
+    {
+        **_ROUTED,
+        **_SHARED_EXPERT,
+        **{f"attn_{name}_b": f"self_attn.{name}_b_proj" for name in ("q", "kv", "k", "v")},
+        **{f"attn_{name}_a_norm": f"self_attn.{name}_a_layernorm" for name in ("q", "kv")},
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    },
+    _CHOICE_BIAS,
+    _EXPERTS,
+    fields={
+        **_ROUTED_FIELDS,
+        **{name: f"attention.{name}" for name in ("q_lora_rank", "kv_lora_rank")},
+        "qk_rope_head_dim": "rope.dimension_count",
+        "v_head_dim": "attention.value_length",
+        "mscale_all_dim": _YARN_GROWTH,
+    },
+    constants={"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "q_lora_rank": 0},
+)
 
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
-    "qwen2": GgufFamily("qwen2"),
-    "qwen3": GgufFamily("qwen3"),
+    **{name: GgufFamily(name) for name in ("qwen2", "qwen3", "gemma", "ernie4_5")},
+    **{name: GgufFamily(name, are_heads_turned=True) for name in ("smollm3", "arcee")},
     "qwen2vl": GgufFamily("qwen2_5_vl_text"),
     "qwen3vl": GgufFamily("qwen3_vl_text"),
     "qwen3moe": _QWEN3_MOE,
@@ -235,8 +251,7 @@ GGUF_FAMILIES = {
         fields={
             "intermediate_size_mlp": "feed_forward_length",
             "intermediate_size": "expert_feed_forward_length",
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
+            **_LOCAL_EXPERTS,
             "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
     ),
@@ -246,20 +261,13 @@ GGUF_FAMILIES = {
         expert_names=_EXPERTS,
         fields={**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
     ),
-    "seed_oss": GgufFamily("seed_oss", {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}),
-    "ernie4_5": GgufFamily("ernie4_5"),
+    "seed_oss": GgufFamily("seed_oss", _NORMED_AFTER),
     "glm4moe": GgufFamily(
         "glm4_moe",
-        {
-            **_ATTENTION,
-            **_MLP,
-            **_SHARED_EXPERT,
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.gate",
-        },
-        {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        {**_NORMED_AFTER, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        _CHOICE_BIAS,
         _EXPERTS,
-        fields={**_ROUTED_FIELDS, "first_k_dense_replace": "leading_dense_block_count"},
+        fields=_ROUTED_FIELDS,
     ),
     "glm4": GgufFamily(
         "glm4",
@@ -270,15 +278,10 @@ GGUF_FAMILIES = {
             "ffn_up": "mlp.gate_up_proj",
         },
     ),
-    "gemma": GgufFamily("gemma"),
-    "smollm3": GgufFamily("smollm3", are_heads_turned=True),
     "mistral3": GgufFamily(
         "ministral3",
         are_heads_turned=True,
-        fields={
-            "llama_4_scaling_beta": "attention.temperature_scale",
-            "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
-        },
+        fields={"llama_4_scaling_beta": "attention.temperature_scale", "mscale_all_dim": _YARN_GROWTH},
     ),
     "granite": GgufFamily("granite", are_heads_turned=True, fields=_GRANITE_FIELDS),
     "granitehybrid": GgufFamily(
@@ -290,8 +293,7 @@ GGUF_FAMILIES = {
         fields={
             **_GRANITE_FIELDS,
             **_SPACE_FIELDS,
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
+            **_LOCAL_EXPERTS,
             "shared_intermediate_size": "expert_shared_feed_forward_length",
         },
     ),
@@ -302,6 +304,7 @@ GGUF_FAMILIES = {
         fields=_SPACE_FIELDS,
         constants={"mamba_norm_before_gate": False},  # its multipliers are in its matrices
     ),
+    "deepseek2": _DEEPSEEK2,
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
     "olmo2": GgufFamily("olmo2", {**_ATTENTION, **_MLP, **_POST_NORMS}),
@@ -315,7 +318,6 @@ GGUF_FAMILIES = {
     ),
     "gemma2": GgufFamily("gemma2", _GEMMA, fields=_GEMMA_FIELDS, whole_width_layers=46),
     "gemma3": GgufFamily("gemma3_text", _GEMMA, fields=_GEMMA_FIELDS, whole_width_layers=62),
-    "arcee": GgufFamily("arcee", are_heads_turned=True),
     "ernie4_5-moe": GgufFamily(
         "ernie4_5_moe",
         {**_ROUTED, **_SHARED_EXPERT},
@@ -333,7 +335,7 @@ GGUF_FAMILIES = {
     ),
     "gpt-oss": GgufFamily(
         "gpt_oss",
-        {**_ATTENTION, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        {**_NORMED_AFTER, "ffn_gate_inp": "mlp.router"},
         {
             "attn_sinks.weight": "self_attn.sinks",
             **{f"ffn_{name}_exps.bias": f"mlp.experts.{name}_proj_bias" for name in ("gate", "up", "down")},
@@ -341,8 +343,7 @@ GGUF_FAMILIES = {
         _EXPERTS,
         fields={
             "sliding_window": "attention.sliding_window",
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
+            **_LOCAL_EXPERTS,
             "intermediate_size": "expert_feed_forward_length",
         },
     ),
@@ -360,11 +361,7 @@ GGUF_FAMILIES = {
         "gemma3n_text",
         {**_LAYER_INPUTS, **_STREAMS},
         {"altup_correct_scale.weight": "altup.correct_output_scale"},
-        fields={
-            **_LAYER_INPUT_FIELDS,
-            "altup_active_idx": "altup.active_idx",
-            "altup_num_inputs": "altup.num_inputs",
-        },
+        fields={**_LAYER_INPUT_FIELDS, "altup_active_idx": "altup.active_idx", "altup_num_inputs": "altup.num_inputs"},
     ),
     "gemma4": GgufFamily(
         "gemma4_text",
@@ -396,15 +393,21 @@ MIXTRAL = GgufFamily(
     {**_LLAMA, "ffn_gate_inp": "block_sparse_moe.gate"},
     expert_names=_NUMBERED_EXPERTS,
     are_heads_turned=True,
-    fields={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    fields=_LOCAL_EXPERTS,
 )
 # OLMo 3's say olmo2, and have windows
 OLMO3 = GgufFamily("olmo3", GGUF_FAMILIES["olmo2"].layer_names, fields=_WINDOW_FIELDS)
+# DeepSeek V3's and GLM-4.7-Flash's say deepseek2; GLM's, known by their vocabulary, do not say how experts are scored
+DEEPSEEK_V3, GLM_VOCABULARY = replace(_DEEPSEEK2, model_type="deepseek_v3"), 154_880
 
 
 def find_family(metadata: Mapping[str, Any]) -> GgufFamily | None:
     """None: an unsupported architecture."""
     name = metadata.get("general.architecture")
+    if name == "deepseek2":
+        scoring = metadata.get("deepseek2.expert_gating_func")
+        is_glm = not scoring and metadata.get("deepseek2.vocab_size") == GLM_VOCABULARY
+        return DEEPSEEK_V3 if is_glm or scoring == SCORINGS.index("sigmoid") + 1 else _DEEPSEEK2
     if name == "llama" and metadata.get("llama.expert_count"):
         return MIXTRAL
     if name == "olmo2" and metadata.get("olmo2.attention.sliding_window"):
@@ -555,7 +558,7 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
         **family.constants,
-        **{name: fields.get(key) for name, key in family.fields.items()},
+        **{name: fields[key] for name, key in family.fields.items() if key in fields},
         **_family_fields(file, family, fields, head_dim),
     }
     own = {usual: name for name, usual in family.family.aliases.items()}
@@ -603,6 +606,11 @@ def _family_fields(
         found["layer_types"] = ["full_attention" if count else "conv" for count in heads]
     if family.family.has_layer_inputs:
         found |= _layer_input_fields(file, family, fields)
+    if family.family.has_latent:  # heads' sizes are plain lengths in files from before April 2025
+        names = (f"attention.{name}_length" for name in ("key", "value"))
+        key, value = (_count(fields, f"{name}_mla" if f"{name}_mla" in fields else name) for name in names)
+        own = {"qk_nope_head_dim": key - _count(fields, "rope.dimension_count"), "v_head_dim": value}
+        found |= {**own, "n_routed_experts": _count(fields, "expert_count")}
     biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down", "recurrence": "shortconv.conv"}
     for name, parts in family.family.biases.items():
         if name:
@@ -736,8 +744,7 @@ def _refuse_output_changing(
     for name, is_neutral in holds.items():
         if name in fields and name not in family.fields.values() and not is_neutral(fields[name]):
             raise UnsupportedModel(
-                f"{fields['general.architecture']}.{name}={fields[name]!r} is not supported.",
-                "use a model without it.",
+                f"{fields['general.architecture']}.{name}={fields[name]!r} is not supported.", "use a model without it."
             )
 
 
@@ -752,6 +759,9 @@ def _ropes(
         if family.family.has_query_scale:
             own = {name: fields[key] for name, key in family.fields.items() if key in fields}
             scaling = {"rope_type": "default", **(scaling or {}), "mscale": 1.0, **own}
+        growth = fields.get(_YARN_GROWTH)
+        if family.family.has_latent and scaling is not None and isinstance(growth, float):
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(growth / 0.1, 6))  # where both are the same
         return {"rope_scaling": scaling}
     turning = sum(factor == 1 for factor in factors or ())
     if factors is not None and (factors[:turning] != (1.0,) * turning or min(factors[turning:], default=NEVER) < NEVER):

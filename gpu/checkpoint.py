@@ -574,20 +574,17 @@ def dequantise_q8_0(blocks: Tensor) -> Tensor:
 
 def dequantise_q4_0(blocks: Tensor) -> Tensor:
     """Scale, 16 bytes: low nibbles are the first half, high ones the second; 8 is zero."""
-    nibbles = torch.cat([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1)
-    return nibbles.float().sub_(8).mul_(_halves(blocks[:, :2]))
+    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_halves(blocks[:, :2]))
 
 
 def dequantise_q4_1(blocks: Tensor) -> Tensor:
     """As Q4_0, with a minimum after the scale, and no zero."""
-    nibbles = torch.cat([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1)
-    return nibbles.float().mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
+    return _nibbles(blocks[:, 4:]).float().mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
 
 
 def dequantise_q5_1(blocks: Tensor) -> Tensor:
     """As Q5_0, with a minimum after the scale, and no zero."""
-    nibbles = torch.cat([blocks[:, 8:] & 15, blocks[:, 8:] >> 4], 1)
-    numbers = nibbles | (_fifth_bits(blocks[:, 4:8]) << 4)
+    numbers = _nibbles(blocks[:, 8:]) | (_fifth_bits(blocks[:, 4:8]) << 4)
     return numbers.float().mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
 
 
@@ -610,8 +607,12 @@ def dequantise_iq4_xs(blocks: Tensor) -> Tensor:
 
 def _table_numbers(packed: Tensor) -> Tensor:
     """[blocks, 16] bytes → [blocks, 32] of IQ4_NUMBERS: low halves first."""
-    nibbles = torch.cat([packed & 15, packed >> 4], 1)
-    return torch.tensor(IQ4_NUMBERS, dtype=torch.float32)[nibbles.int()]
+    return torch.tensor(IQ4_NUMBERS, dtype=torch.float32)[_nibbles(packed).int()]
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[blocks, bytes] → [blocks, 2 * bytes]: low halves first."""
+    return torch.cat([packed & 15, packed >> 4], 1)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
@@ -621,14 +622,13 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 def dequantise_q5_0(blocks: Tensor) -> Tensor:
     """Scale, 32 fifth bits, then as Q4_0; 16 is zero."""
-    nibbles = torch.cat([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], 1)
-    return (nibbles | (_fifth_bits(blocks[:, 2:6]) << 4)).float().sub_(16).mul_(_halves(blocks[:, :2]))
+    numbers = _nibbles(blocks[:, 6:]) | (_fifth_bits(blocks[:, 2:6]) << 4)
+    return numbers.float().sub_(16).mul_(_halves(blocks[:, :2]))
 
 
 def dequantise_mxfp4(blocks: Tensor) -> Tensor:
     """A byte e that stands for 2 ** (e - 127), then as IQ4_NL, of a table of halves."""
-    nibbles = torch.cat([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], 1)
-    numbers = torch.tensor(MXFP4_NUMBERS, dtype=torch.float32)[nibbles.int()]
+    numbers = torch.tensor(MXFP4_NUMBERS, dtype=torch.float32)[_nibbles(blocks[:, 1:]).int()]
     return torch.ldexp(numbers, blocks[:, :1].int() - 128)
 
 
@@ -649,7 +649,7 @@ def dequantise_q3_k(blocks: Tensor) -> Tensor:
     """
     shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
     thirds = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).view(-1, 16, 16)
-    low = torch.cat([blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4], 1)
+    low = _nibbles(blocks[:, 96:104])
     twos = torch.cat([(blocks[:, 104:108] >> shift) & 3 for shift in (0, 2, 4, 6)], 1)
     scales = (low | (twos << 4)).float().sub_(32) * _halves(blocks[:, 108:])
     values = (_bit_pairs(blocks[:, 32:96]) | (thirds << 2)).float().sub_(4)

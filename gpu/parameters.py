@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core.config import ExpertsConfig, LayerConfig, ModelConfig, RecurrentConfig
+from core.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig, RecurrentConfig
 from gpu.blocks import BlockWeight
 from gpu.device import own_huge_pages
 from gpu.input_weights import (
@@ -54,16 +54,9 @@ class _ExpertNames:
 # by ExpertsConfig.layout
 _NAMES = {
     "mixtral": _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
-    "qwen2_moe": _ExpertNames(shared="mlp.shared_expert"),
     "lfm2_moe": _ExpertNames(
-        "feed_forward.gate",
-        "feed_forward.experts.{}.{}",
-        ("w1", "w3", "w2"),
-        choice_bias="feed_forward.expert_bias",
+        "feed_forward.gate", "feed_forward.experts.{}.{}", ("w1", "w3", "w2"), choice_bias="feed_forward.expert_bias"
     ),
-    "qwen3_next": _ExpertNames(shared="mlp.shared_expert"),
-    "qwen3_5_moe_text": _ExpertNames(shared="mlp.shared_expert"),
-    "qwen3_5_moe_text, stacked": _ExpertNames(shared="mlp.shared_expert"),
     "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
 }
 _USUAL_NAMES = _ExpertNames()
@@ -76,6 +69,8 @@ OSS, OSS_SPLIT = "gpt_oss", "gpt_oss, split"
 # what layouts are in GGUF files
 SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT, "qwen3_vl_moe_text": "qwen3_moe", "llama4_text": "qwen2_moe"}
 _NAMES[OSS_SPLIT] = _ExpertNames("mlp.router")
+_ONE_SHARED = ("qwen2_moe", "qwen3_next", BY_ROWS, STACKED_BY_ROWS)
+_NAMES |= dict.fromkeys(_ONE_SHARED, _ExpertNames(shared="mlp.shared_expert"))
 _NAMES |= dict.fromkeys((BESIDE, BESIDE_SPLIT), _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"))
 
 
@@ -531,7 +526,6 @@ def _latent_attention(layer: LayerWeights, found: Allocation) -> None:
     assert config.latent is not None
     latent, query_rank = config.latent, config.latent.query_rank
     queries = config.num_heads * (latent.plain_dim + latent.rope_dim)
-    up = config.num_heads * (latent.plain_dim + latent.value_dim)
     first = "self_attn.q_a_proj" if query_rank else "self_attn.q_proj"
     sizes = {first: query_rank or queries, "self_attn.kv_a_proj_with_mqa": latent.rank + latent.rope_dim}
     layer.qkv = found.parts(sizes, "weight", hidden, matrix="qkv")
@@ -542,8 +536,20 @@ def _latent_attention(layer: LayerWeights, found: Allocation) -> None:
         found.norm("self_attn.q_a_layernorm", query_rank) if query_rank else None,
         found.whole(query_up, queries, query_rank, matrix="query_up") if query_rank else None,
         found.norm("self_attn.kv_a_layernorm", latent.rank),
-        found.whole("self_attn.kv_b_proj.weight", up, latent.rank),
+        _keys_and_values(found, latent),
     )
+
+
+def _keys_and_values(found: Allocation, latent: LatentConfig) -> Tensor:
+    heads, sizes = found.config.num_heads, [latent.plain_dim, latent.value_dim]
+    if not latent.is_split:
+        return found.whole("self_attn.kv_b_proj.weight", heads * sum(sizes), latent.rank)
+    into = found.empty((heads * sum(sizes), latent.rank))
+    keys, values = into.view(heads, -1, latent.rank).split_with_sizes(sizes, 1)
+    write, stored_shape = partial(write_transposed, are_pairs=False), (heads, latent.rank, latent.plain_dim)
+    found.targets["self_attn.k_b_proj.weight"] = Target(keys, write=write, stored_shape=stored_shape)
+    found.targets["self_attn.v_b_proj.weight"] = Target(values)
+    return into
 
 
 def _multiply(targets: Targets, name: str, factor: float | Tensor) -> None:

@@ -51,12 +51,46 @@ _GPT4O_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35_SPLIT = _QWEN2_SPLIT.replace("]?\\p{L}+", "]?[\\p{L}\\p{M}]+").replace(
+    "[^\\s\\p{L}\\p{N}]", "[^\\s\\p{L}\\p{M}\\p{N}]"
+)
 _SEED_SPLIT = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
+)
+# DeepSeek V2's letters of scripts with capitals: code points, as its tokenizer.json lists them
+_CASED = (
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1 "
+    "3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A "
+    "1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 "
+    "1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 "
+    "212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2 2CF3 A640-A66D "
+    "A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3 "
+    "104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"
+)
+
+
+def _characters(spans: str) -> str:
+    """A class of a pattern."""
+    return f"[{''.join('-'.join(chr(int(one, 16)) for one in span.split('-')) for span in spans.split())}]"
+
+
+_DEEPSEEK_LLM_SPLITS = (
+    r"[\r\n]",
+    rf"\s?{_characters(_CASED)}+",
+    rf"\s?[!-/:-~{_characters('FF01-FF0F FF1A-FF5E 2018-201F 3000-3002')[1:]}+",
+    r"\s+$",
+    f"{_characters('4E00-9FA5 800-4E00 AC00-D7FF')}+",
+    r"\p{N}",
+)
+_DEEPSEEK3_SPLITS = (
+    r"\p{N}{1,3}",
+    f"{_characters('4E00-9FA5 3040-309F 30A0-30FF')}+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 # tokenizer.ggml.pre -> the patterns that split a text before BPE, in order
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
@@ -68,11 +102,15 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "qwen2": (_QWEN2_SPLIT,),
     "smollm": (r"\p{N}", _GPT2_SPLIT),
     "tekken": (_TEKKEN_SPLIT,),
+    "qwen35": (_QWEN35_SPLIT,),
+    "deepseek-llm": _DEEPSEEK_LLM_SPLITS,
+    "deepseek-v3": _DEEPSEEK3_SPLITS,
     "glm4": (_LLAMA3_SPLIT,),
     "seed-coder": (_SEED_SPLIT,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O_SPLIT,)),
 }
 _KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
+_NORMALIZES = ("qwen2", "qwen35")
 _ALIASES = {
     "chatglm-bpe": "glm4",
     "llama3": "llama-bpe",
@@ -190,7 +228,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
     return {
         "version": "1.0",
         "added_tokens": _added_tokens(vocab, types),
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "normalizer": {"type": "NFC"} if pre in _NORMALIZES else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "post_processor": None,
         "decoder": byte_level,

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "falcon_h1": "falcon-h1",
     "glm4_moe": "glm4moe",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
 }
 TURNED = (
     "llama",
@@ -58,12 +59,14 @@ def write_gguf(
     quantisation: Q = Q.F32,
     metadata: Mapping[str, Any] | None = None,
     rope_factors: np.ndarray | None = None,
+    is_old: bool = False,
 ) -> Path:
     """Convert a directory's config.json and safetensors.
 
     Args:
         quantisation: of the matrices whose rows come in its blocks; vectors stay F32, as in llama.cpp.
         metadata: fields beside the architecture's.
+        is_old: as llama.cpp converted latent attention until April 2025.
     """
     config = dict(text_config(json.loads((directory / "config.json").read_text())))
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -72,7 +75,7 @@ def write_gguf(
         config |= {**layers, "rms_norm_eps": config["layer_norm_epsilon"]}
         architecture += "_moe" if "moe" in config["layer_types"] else ""
     writer = gguf.GGUFWriter(file, architecture)
-    _write_config(writer, config)
+    _write_config(writer, config, is_old)
     ends = {f"tokenizer.ggml.{key}": config.get(key) for key in ("bos_token_id", "eos_token_id")}
     for key, value in {**{key: end for key, end in ends.items() if end is not None}, **(metadata or {})}.items():
         _write_field(writer, key, value)
@@ -80,6 +83,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(kinds[architecture], _num_blocks(config))
     stored = load_file(directory / "model.safetensors")
     tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
+    if "kv_lora_rank" in config and not is_old:
+        tensors = with_split_keys(tensors, config)
     for name, rows in _stacked_experts(_with_split_experts(_with_state_spaces(tensors, config), config)).items():
         if architecture in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
@@ -156,7 +161,7 @@ def _tokens(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokenizer.ggml.tokens": [token for token, _ in by_id], "tokenizer.ggml.token_type": types}
 
 
-def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool) -> None:
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     family = config["model_type"]
@@ -197,6 +202,46 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     _write_family(writer, family, config)
+    if "kv_lora_rank" in config:
+        _write_latent(writer, config, is_old)
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool) -> None:
+    """conversion/deepseek.py, DeepseekV2Model.set_gguf_parameters."""
+    rank, turned, value = (config[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+    lengths = (config["qk_nope_head_dim"] + turned, value)
+    writer.add_key_length(lengths[0] if is_old else rank + turned)
+    writer.add_value_length(lengths[1] if is_old else rank)
+    if not is_old:
+        writer.add_head_count_kv(1)
+        writer.add_key_length_mla(lengths[0])
+        writer.add_value_length_mla(lengths[1])
+    writer.add_rope_dimension_count(turned)
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    first = config.get("first_k_dense_replace") or config["mlp_layer_types"].count("dense")
+    writer.add_leading_dense_block_count(first)
+    _write_routed_experts(writer, config)
+    if config["model_type"] == "glm4_moe_lite":
+        writer.add_vocab_size(154_880)  # by which llama.cpp knows how GLM's experts are scored
+    kinds = {"deepseek_v2": gguf.ExpertGatingFuncType.SOFTMAX, "deepseek_v3": gguf.ExpertGatingFuncType.SIGMOID}
+    if config["model_type"] in kinds:
+        writer.add_expert_gating_func(kinds[config["model_type"]])
+    growth = config["rope_parameters"].get("mscale_all_dim")
+    if growth is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * growth)
+
+
+def with_split_keys(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """conversion/deepseek.py, DeepseekV2Model.modify_tensors."""
+    found = dict(tensors)
+    for name in [name for name in tensors if "kv_b_proj" in name]:
+        by_head = found.pop(name).view(config["num_attention_heads"], -1, config["kv_lora_rank"])
+        keys, values = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
+        found[name.replace("kv_b_proj", "k_b_proj")] = keys.transpose(1, 2)
+        found[name.replace("kv_b_proj", "v_b_proj")] = values
+    return found
 
 
 def _num_blocks(config: dict[str, Any]) -> int:

@@ -26,12 +26,13 @@ from gpu.loading import load_runner
 from gpu.memory_plan import estimate
 from gpu.quality import predict
 from gpu.weights import load_weights
-from tests.gguf_files import Q, parsed, quantised_numbers, random_blocks, write_gguf
+from tests.gguf_files import Q, parsed, quantised_numbers, random_blocks, with_split_keys, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress
-from tests.gpu.driver import Driver
-from tests.oracle import read_config
+from tests.gpu.driver import Driver, make_plan
+from tests.oracle import Oracle, read_config, save_random_model
 
 PROMPT = [3, 141, 59, 26, 5, 35, 89, 79]
+TEXT = [*PROMPT, *range(30, 60)]
 
 
 def model_of(path: Path, factors: tuple[float, ...] | None = None) -> ModelConfig:
@@ -50,9 +51,19 @@ def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Te
     left_out = [f"model.layers.{index}." for index in range(fields.get("num_hidden_layers", 9), 10)]
     left_out += ["lm_head"] if fields.get("tie_word_embeddings") else []
     kept = {name: change(t) for name, t in tensors.items() if not name.startswith(tuple(left_out))}
-    save_file(kept, target / "model.safetensors")
+    save_file(kept, target / "model.safetensors", {"format": "pt"})
     (target / "config.json").write_text(json.dumps(read_config(source) | fields))
     return target
+
+
+def logits(path: Path, **settings: str) -> torch.Tensor:
+    """Of TEXT, at every position: [tokens, vocab]."""
+    runner = load_runner(path, model_of(path), replace(ENGINE, **settings), no_progress)
+    return runner.logits(make_plan([(0, 0, TEXT, True)], tables=[(0, index, index) for index in range(3)]))
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, part: float) -> None:
+    assert (found - expected).abs().max() <= part * expected.abs().max()
 
 
 FILES = (
@@ -168,6 +179,53 @@ def test_layers_that_differ_give_the_same_tokens_as_their_safetensors(
     assert [replace(layer, sparsity=round(layer.sparsity, 6)) for layer in found.layers] == list(expected.layers)
     assert replace(found, layers=expected.layers) == expected
     assert greedy(file, factors) == greedy(directory)
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    "deepseek_v3": {"rope_parameters": {**_YARN, "beta_fast": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    | {"num_nextn_predict_layers": 0},  # which the converter leaves out
+    "glm4_moe_lite": {},
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("name", list(LATENT))
+def test_latent_attention_gives_the_logits_of_transformers(
+    name: str, is_old: bool, tmp_path: Path, model_directory
+) -> None:
+    source = copied(model_directory(name), tmp_path / "plain", lambda t: t, **LATENT[name])
+    file = write_gguf(source, tmp_path / "model.gguf", is_old=is_old)
+    expected = parse_model_config(read_config(source) | {"dtype": None})
+    found = model_of(file)
+    assert found.experts is not None
+    assert expected.experts is not None
+    if name == "glm4_moe_lite":
+        experts = replace(found.experts, layout=expected.experts.layout)
+        found = replace(found, architecture=expected.architecture, experts=experts)
+    assert found == expected
+    assert_close(logits(file), Oracle(source).logits(TEXT), 1e-4)
+
+
+def test_latent_attention_in_blocks_gives_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 32}
+    source = save_random_model("deepseek_v2", tmp_path / "source", **sizes)
+    file = write_gguf(source, tmp_path / "model.gguf", Q.Q8_0)
+    config, tensors = read_config(source), load_file(source / "model.safetensors")
+    parts = with_split_keys({name: t for name, t in tensors.items() if "kv_b_proj" in name}, config)
+    assert {parsed(file).tensors[f"blk.1.attn_{name}_b.weight"].format for name in "kv"} == {"Q8_0"}
+    rounded = {name: quantised_numbers(t.contiguous(), Q.Q8_0) for name, t in parts.items()}
+    whole = {name: quantised_numbers(t, Q.Q8_0) for name, t in tensors.items() if "kv_b_proj" not in name}
+    for name, keys in rounded.items():
+        if "k_b_proj" in name:
+            joined = torch.cat([keys.transpose(1, 2), rounded[name.replace("k_b_proj", "v_b_proj")]], 1)
+            whole[name.replace("k_b_proj", "kv_b_proj")] = joined.flatten(0, 1).contiguous()
+    save_file(whole, source / "model.safetensors", {"format": "pt"})
+    reference = Oracle(source).logits(TEXT)
+    assert_close(logits(file, activations="bf16"), reference, 1e-4)
+    if cpu_flags() >= NEEDED_FLAGS:
+        assert_close(logits(file, activations="int8"), reference, 0.05)
 
 
 STATE_SPACES: dict[str, dict[str, Any]] = {

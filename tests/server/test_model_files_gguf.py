@@ -33,6 +33,7 @@ TEXTS = [
     "It's 1234567890 o'clock, WE'LL see",
     "<|im_start|>user\nhi<|im_end|>",
     "e\u0301 = é; \u017ft; ﬁ",
+    "Привет, мир! हिन्दी ქართული Ა x.y()",
     "naïve — “quotes” $5+3<=8 ~^|",
     "日本語テキスト 한국어 🏳️‍🌈\x00\x7f",
 ]
@@ -95,6 +96,23 @@ SEED = (  # of Seed-Coder's
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+QWEN35 = (  # of Qwen3.5's tokenizer.json, verbatim
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK2 = (  # of DeepSeek-V2-Lite's, with code points in place of letters
+    "[\r\n]",
+    rf"\s?{gguf_tokenizer._characters(gguf_tokenizer._CASED)}+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+)
+DEEPSEEK3 = (  # of DeepSeek-V3's, likewise
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 PRE_TOKENIZERS = {
@@ -103,6 +121,17 @@ PRE_TOKENIZERS = {
     "tekken": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TEKKEN), "isolated"), BYTES]),
     "glm4": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
     "seed-coder": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SEED), "isolated"), BYTES]),
+    "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN35), "isolated"), BYTES]),
+    "deepseek-llm": pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK2),
+            pre_tokenizers.Digits(individual_digits=True),
+            BYTES,
+        ]
+    ),
+    "deepseek-v3": pre_tokenizers.Sequence(
+        [*(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK3), BYTES]
+    ),
     "gpt-2": WORDS,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), WORDS]),
 }
@@ -110,9 +139,9 @@ PRE_TOKENIZERS = {
 
 def hugging_faces(pre: str) -> Tokenizer:
     tokenizer = byte_level()
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
-    else:
+    if pre != "qwen2":
         tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     content = json.loads(tokenizer.to_str())
     content["model"]["ignore_merges"] = pre in ("llama-bpe", "tekken")
@@ -252,7 +281,7 @@ def rewritten(file: Path, fields: dict[str, Any]) -> Path:
 
 
 def test_unknown_architectures_and_formats_are_named(tmp_path: Path, directory: Path) -> None:
-    for name in ("falcon", "deepseek2", "qwen3next", "qwen35", "qwen35moe"):
+    for name in ("falcon", "qwen3next", "qwen35", "qwen35moe"):
         finish(gguf.GGUFWriter(tmp_path / f"{name}.gguf", name))
         assert f"{name!r} is not supported" in refusal(tmp_path / f"{name}.gguf").cause
         assert "llama, qwen2, qwen3" in refusal(tmp_path / f"{name}.gguf").fix
