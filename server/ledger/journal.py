@@ -278,7 +278,7 @@ def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
         cause, fix = f"another server writes to the ledger {path}", "stop it, or give this one its own: --ledger FILE"
         return StartupError(cause, fix, ExitCode.TRANSIENT)
     if is_damaged(path, error):
-        fix = "put a backup in its place (docs/ledger.md, The way back), or begin another: --ledger FILE"
+        fix = "put a backup in its place (docs/ledger.md, Restoring a backup), or begin another: --ledger FILE"
         return StartupError(f"{path} is damaged, or not a ledger: {reason}", fix, ExitCode.CONFIGURATION)
     cause = f"the ledger {path} cannot be opened: {reason}"
     directory = path.absolute().parent

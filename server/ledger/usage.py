@@ -173,7 +173,7 @@ def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:
             return connection.execute(sql, parameters).fetchall()
     except sqlite3.Error as error:
         if is_damaged(path, error):
-            fix = "--ledger FILE, the one that the server has; or a backup (docs/ledger.md, The way back)"
+            fix = "--ledger FILE, the one that the server has; or a backup (docs/ledger.md, Restoring a backup)"
             raise StartupError(f"{path} is damaged, or not a ledger: {error}", fix, ExitCode.USAGE) from error
         fix = "read it as the user that the server runs as, or as root"
         raise StartupError(f"the ledger {path} cannot be read: {error}", fix, ExitCode.USAGE) from error

@@ -164,7 +164,7 @@ function updateEnded(cells, row) {
 /** @param {Row} row */
 const limitOf = (row) => `${row.is_minimum ? "≥" : "≤"} ${(PROMISES[row.name]?.[1] ?? count)(Number(row.threshold))}`;
 
-/** What is promised of each tile, and whether it is kept. @param {Row[]} promises */
+/** Each tile's SLOs, and whether they are met. @param {Row[]} promises */
 function showKept(promises) {
   for (const { title, kept } of tiles) {
     const own = promises.filter((row) => PROMISES[row.name]?.[2] === title);
@@ -180,7 +180,7 @@ function updatePromise(cells, row) {
   tell(cells[0], words);
   tell(cells[1], known(row.value, format));
   tell(cells[2], limitOf(row));
-  tell(cells[3], row.is_ok ? "✓ kept" : "✗ broken");
+  tell(cells[3], row.is_ok ? "✓ met" : "✗ missed");
   cells[3].className = row.is_ok ? "good" : "bad";
 }
 

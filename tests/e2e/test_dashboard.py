@@ -232,7 +232,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         page.press("Enter", 13, "\r")
         page.wait("document.getElementById('block').textContent.includes('free')")
         assert ask() == 200
-        page.wait("document.getElementById('promises').innerText.includes('✗ broken')")
+        page.wait("document.getElementById('promises').innerText.includes('✗ missed')")
         page.wait(
             "[...document.querySelectorAll('#tiles .kept .bad')].some((one) => one.innerText.startsWith('✗ p50 ≤'))"
         )
@@ -582,7 +582,7 @@ def views_of(page: Browser, spawn: Callable[..., ServerProcess], directory: Path
                 "document.getElementById('block').textContent.includes(' used')",
                 "document.getElementById('step').textContent.includes('median')",
                 "document.querySelector('#running button:not(.link)') !== null",
-                "document.getElementById('promises').innerText.includes('broken')",
+                "document.getElementById('promises').innerText.includes('missed')",
                 f"Number(document.getElementById('moment').max) >= {num_points}",
             ):
                 page.wait(shown)

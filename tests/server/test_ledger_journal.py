@@ -292,7 +292,7 @@ def of_another_version(path: Path) -> sqlite3.Connection:
     [
         (with_second_server, "another server writes to the ledger {0}", "--ledger FILE", ExitCode.TRANSIENT),
         (with_lock, "the ledger {0} cannot be opened: database is locked", "fuser", ExitCode.TRANSIENT),
-        (with_damage, "{0} is damaged", "docs/ledger.md, The way back", ExitCode.CONFIGURATION),
+        (with_damage, "{0} is damaged", "docs/ledger.md, Restoring a backup", ExitCode.CONFIGURATION),
         (of_another_version, "{0} is a ledger of version 7", "--ledger FILE", ExitCode.CONFIGURATION),
         (Path.mkdir, "{0} is damaged, or not a ledger", "--ledger FILE", ExitCode.CONFIGURATION),
         (lambda path: path.write_bytes(b"no database" * 99), "not a ledger", "--ledger FILE", ExitCode.CONFIGURATION),
