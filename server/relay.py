@@ -14,7 +14,10 @@ of what is no answer. Where the upstreams are not our own, that bounds what they
 
 import asyncio
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Cost, FinishReason, SamplingParams, Usage
 from server.api import ollama
 from server.api.decoding import convert, parse_object
-from server.api.fields import GenerationCall, RequestLimits, TokenWishes
+from server.api.fields import GenerationCall, RequestLimits, TokenWishes, check_range
 from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
 from server.backend import CountTokens
@@ -39,59 +42,33 @@ from server.observing.timing import Stage, StageMarks
 from server.relayed import (
     LOOP,
     MANY_TOKENS,
+    MAX_DOCUMENT_BYTES,
+    MAX_ERROR_BYTES,
     PASSAGES,
     Asked,
-    Bounds,
     Part,
     Passage,
+    Passed,
+    PassedReply,
     RelayedDelta,
-    Salts,
     UpstreamAnswer,
     address_to,
     checked_prompt,
     keep_alive_asked,
     loop_error,
-    passed,
     refusal_of,
     salts_of,
 )
 from server.upstream.connection import Connection
-from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, UpstreamFault
-from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
-from server.wire import sse
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Fields, Outgoing, UpstreamFault
+from server.upstream.pool import JSON, Pool, Slot, Upstream, leading_blocks, leading_token_blocks
 
 logger = logging.getLogger(__name__)
 
-MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
-MAX_ERROR_BYTES = 64 * 1024
 TELL_S, TELL_AFTER_S = 1.0, 0.01  # what a cancelled request has used, by its upstream: it is asked ever more seldom
 LINGER_S = 0.5  # after the last event, for the answer's end, whatever else comes
-MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
-LEAST_PIECE_BYTES = 16  # of an answer, beyond MORE_EVENTS of them
-EMPTY_A_SECOND = 16  # of them that pass nothing on yet, where a request sets no bound: news of a queue are 10
 MAX_HOPS = 8  # of a request through gateways
 ASK_S = 60.0  # for an answer that no generation writes
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A body, ready to be sent: `Prompts` of a relay."""
-
-    call: GenerationCall
-    passage: Passage
-    body: bytes  # for the model's own upstreams
-    prompt: LeadingBlocks
-    bounds: Bounds
-    salts: Salts  # of what its prompt shares
-    keep_alive_s: float | None  # as Ollama's clients ask
-    shown_fields: list[str] | None  # of /infill, cut out here: the rest tells what was used
-    prompts: tuple[tuple[int, ...], ...] = ()
-    table: None = None
-    continues_text: bool = False
-
-    @property
-    def tells_tokens(self) -> bool:
-        return self.call.is_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +77,7 @@ class RelayDemand:
 
     request_id: str
     passed: Passed
+    fields: Fields  # of its head
     num_prompt_tokens: int
     max_tokens: int
     num_sequences: int
@@ -151,11 +129,6 @@ class Relay:
             *(adapter_card(card, name, Path(at).name if at else name) for name, at in settings.adapters.items()),
         )
 
-    @property
-    def most_tokens(self) -> int:
-        """The model's context, if it is known."""
-        return self.cards[0].max_model_len or MANY_TOKENS
-
     def note(self, **known: Any) -> None:
         """Fields of ServedModel that are known now."""
         self.cards = tuple(msgspec.structs.replace(card, **known) for card in self.cards)
@@ -200,44 +173,35 @@ class Relay:
             fields["priority"] = tenant.priority_of(asked.priority)
         fields.pop("resumable", None)  # this server keeps the stream
         salts = salts_of(tenant, asked.cache_salt)
-        address_to(settings, fields, salts)
         marks.enter(Stage.OFFLOAD)
-        domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
-        if asked.model in settings.adapters:
-            domain += f" {asked.model}"
-        prompt = self._counted(surface, body, domain, marks) or leading_blocks(domain, texts, num_tokens)
-        context, of_prompts = self.most_tokens, (num_prompts, prompt.num_tokens)
-        most = min(call.sampling.max_tokens, context)
+        adapter = f" {asked.model}" if asked.model in settings.adapters else ""
+        domain, prompt = f"{tenant.cache_salt_domain} {asked.cache_salt}{adapter}", None
+        if self._count is not None:
+            marks.enter(Stage.TOKENIZE)
+            with suppress(ServiceError):  # this server cannot read the body; the upstream may
+                prompt = leading_token_blocks(domain, self._count(surface, body))
         return Passed(
             call=call,
             passage=passage,
-            body=sse.json_line(fields),
-            prompt=prompt,
-            bounds=Bounds(call.num_sequences, num_computed, most, context, *of_prompts),
+            body=address_to(settings, fields, salts),
+            prompt=prompt or leading_blocks(domain, texts, num_tokens),
             salts=salts,
+            context=self.cards[0].max_model_len or MANY_TOKENS,
+            num_prompts=num_prompts,
+            num_computed=num_computed,
             keep_alive_s=keep_alive_asked(asked.keep_alive) if is_lines else None,
             shown_fields=shown_fields,
         )
-
-    def _counted(self, surface: Surface, body: bytes, domain: str, marks: StageMarks) -> LeadingBlocks | None:
-        """None: there is no tokenizer, or this server cannot read the body; the upstream may."""
-        if self._count is None:
-            return None
-        marks.enter(Stage.TOKENIZE)
-        try:
-            return leading_token_blocks(domain, self._count(surface, body))
-        except ServiceError:
-            return None
 
     def _call(self, asked: Asked, fields: dict[str, Any], passage: Passage) -> tuple[GenerationCall, int, int]:
         """And how many prompts it has, and how many answers are computed."""
         prompt, num_prompts = fields.get("prompt"), 1
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             num_prompts = len(prompt)
-        limits, n = self._limits, asked.n or 1
-        for param, num, most in (("n", n, limits.num_choices), ("prompt", num_prompts, limits.num_prompts)):
-            if num > most:
-                raise InvalidRequest(f"{param} asks for {num}, and at most {most} are allowed.", param)
+        n, most_prompts = asked.n or 1, self._limits.num_prompts
+        check_range("n", n, 1, self._limits.num_choices)
+        if num_prompts > most_prompts:
+            raise InvalidRequest(f"prompt must have at most {most_prompts} texts or lists of ids.", "prompt")
         max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
         name, is_stream, form = asked.model or self.pool.settings.name, bool(asked.stream), passage.form
         if passage.is_parts:
@@ -267,11 +231,15 @@ class Relay:
     def requests_of(self, prepared: Passed, request_id: str, arrived_s: float, caller: Caller) -> list[RelayDemand]:
         call, tenant = prepared.call, caller.tenant
         deadlines = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines)
-        _hops_on()
+        accept = b"text/event-stream" if call.is_stream else b"application/json"
+        fields: Fields = (*JSON, (b"accept", accept), (b"x-request-id", request_id.encode()), _hops_on())
+        if (trace := current_trace.get()) is not None:
+            fields += ((b"traceparent", trace.value),)
         return [
             RelayDemand(
                 request_id=request_id,
                 passed=prepared,
+                fields=fields,
                 num_prompt_tokens=prepared.prompt.num_tokens,
                 max_tokens=call.sampling.max_tokens,
                 num_sequences=call.num_sequences,
@@ -291,7 +259,8 @@ class Relay:
         return None
 
     def surface_of(self, surface: Surface) -> Surface:
-        return passed(surface)
+        reply: Callable[..., Any] = partial(PassedReply, PASSAGES[surface])
+        return surface._replace(stream=reply, whole=reply)
 
     # TokenSource.
 
@@ -310,17 +279,16 @@ class Relay:
             InvalidRequest: the body is no JSON object.
             ServiceError: the model's server is another's, or refuses, or fails.
         """
-        pool, tenant = self.pool, caller.tenant
-        if not pool.settings.trusted:
+        pool, settings = self.pool, self.pool.settings
+        if not settings.trusted:
             message = f"The server that answers for this model has no {path} that is known here. Ask another model's."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
         names = ("", "")
         if body is not None:
             fields = parse_object(body)
-            asked = str(fields.get("model") or pool.settings.name)
-            names = pool.settings.name_there(asked), asked
-            address_to(pool.settings, fields, salts_of(tenant, fields.get("cache_salt")))
-            body = sse.json_line(fields)
+            asked = str(fields.get("model") or settings.name)
+            names = settings.name_there(asked), asked
+            body = address_to(settings, fields, salts_of(caller.tenant, fields.get("cache_salt")))
         hops = _hops_on()
         slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
         try:
@@ -334,7 +302,7 @@ class Relay:
         finally:
             slot.leave()
         if head.status != 200:
-            raise refusal_of(head.status, answer, head, names, is_trusted=True)
+            raise refusal_of(head, answer, names, is_trusted=True)
         return answer
 
 
@@ -350,7 +318,7 @@ def _hops_on() -> tuple[bytes, bytes]:
 
 
 class _Record(msgspec.Struct):
-    """Of /v1/requests/ID, at a server of our own."""
+    """Of ToldRequest at a server of our own, perhaps of another version."""
 
     state: str = ""
     num_prompt_tokens: int | None = None
@@ -366,29 +334,28 @@ class RelayHandle:
     pool, and to the fallbacks.
     """
 
+    # Of the last upstream that is asked
+    _pool: Pool
+    _slot: Slot
+    _exchange: Exchange | None  # once it is sent
+    _answer: UpstreamAnswer
+    _may_retry: bool
+
     def __init__(self, relay: Relay, request: RelayDemand, sink: DeltaSink) -> None:
-        what = request.passed
         self.request = request
         self.sink = sink
         self.cost = Cost()
         self.sequences = [SequenceProgress(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
         self._relay = relay
-        self._call, self._passage, self._body = what.call, what.passage, what.body
-        self._answer = UpstreamAnswer(what.passage, what.call, request.request_id, what.bounds, what.shown_fields)
-        self._num_bytes = self._num_pieces = self._num_events = self._num_empty = 0  # of the answer
-        most = what.bounds.num_tokens * what.bounds.num_computed
-        self._most_events = most * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
+        self._call, self._passage, self._body = request.passed.call, request.passed.passage, request.passed.body
+        self._fallbacks = list(relay.fallbacks)
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._heard_s = 0.0  # when something of the answer came last, or could have
-        self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
-        self._task: asyncio.Task[None] | None = None
-        self._exchange: Exchange | None = None
-        self._fallbacks = list(relay.fallbacks)
-        self._trace, self._hops = current_trace.get(), _hops_on()
-        self._is_late_there = False  # a server of our own has answered that its deadline has passed
-        self._asking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None  # waits for a connection, or for what was used until a cancel
+        self._late: asyncio.Task[None] | None = None  # asks how a document goes whose deadline has passed
         self._first_due_s = None if self._call.is_stream else request.deadline_s  # of streams, its owner looks at it
+        self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._enter(relay.pool)
         self._timer.arm()
 
@@ -408,18 +375,20 @@ class RelayHandle:
         if self._has_ended or self._is_cancelled:
             return
         self._is_cancelled = True
-        upstream, exchange = self._slot.upstream, self._exchange
-        is_open = exchange is not None and not exchange.is_over
-        is_told = (is_open or self._is_late_there) and self._pool.settings.trusted
         self._finish_all()
-        for task in (self._task, self._asking):
+        self._timer.close()
+        for task in (self._task, self._late):
             if task is not None:
                 task.cancel()
+        upstream, exchange, is_told = self._slot.upstream, self._exchange, False
         if exchange is not None:
+            # One of our own tells what it has used: also if its deadline has passed. An error answer waits for the end,
+            # and is not held up where nothing has been received
+            has_worked = not exchange.is_over or reason is FinishReason.DEADLINE
+            is_told = has_worked and (self._answer.head is not None or reason is FinishReason.CANCELLED)
             exchange.cancel()
         self._slot.leave()
-        # An error answer waits for the end: it is not held up where nothing has been received
-        if is_told and upstream is not None and (self._head is not None or reason is FinishReason.CANCELLED):
+        if is_told and upstream is not None and self._pool.settings.trusted:
             self._task = asyncio.create_task(self._end_as_told(upstream))
         else:
             self._loop.call_soon(self._end)
@@ -447,23 +416,25 @@ class RelayHandle:
         self._is_paused = False
         if self._exchange is not None:
             self._exchange.resume()
-            self._heard_s = self._loop.time()
-            self._timer.arm()
+            self._hear()
 
     # On its way out.
 
+    @property
+    def _upstream(self) -> Upstream:
+        assert self._slot.upstream is not None
+        return self._slot.upstream
+
     def _enter(self, pool: Pool) -> None:
         request = self.request
-        self._pool = pool
-        self._may_retry = True
+        self._pool, self._may_retry = pool, True
         self._slot = pool.take_slot(request.passed.prompt, request.priority, request.tenant)
         self._go()
 
     def _go(self) -> None:
         """Send the request, now or once it can be."""
         self._exchange = None
-        self._head: AnswerHead | None = None
-        self._document = bytearray()  # or what it is refused with
+        self._answer = UpstreamAnswer(self.request.passed, self.request.request_id, self._pool.settings.trusted)
         upstream = self._slot.upstream
         connection = None if upstream is None else upstream.free_connection()
         if connection is None:
@@ -478,7 +449,7 @@ class RelayHandle:
                 self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._loop.time())
                 connection = await self._upstream.connection()
             except ServiceError as error:  # no upstream takes requests
-                self._fall_back(error)
+                self._try_elsewhere(error)
             except UpstreamFault as fault:
                 self._lose(fault)
             else:
@@ -487,72 +458,53 @@ class RelayHandle:
             self._fail_by(error)
 
     def _send(self, connection: Connection) -> None:
-        now_s, pool = self._loop.time(), self._pool
+        self._sent_s, pool = self._loop.time(), self._pool
         self.sink.on_upstream(self._upstream.shown, None if pool is self._relay.pool else pool.settings.name)
-        self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, now_s)
-        self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, now_s)
-        fields = [
-            (b"content-type", b"application/json"),
-            (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
-            (b"x-request-id", self.request.request_id.encode()),
-            self._hops,
-        ]
-        if self._trace is not None:
-            fields.append((b"traceparent", self._trace.value))
-        outgoing = Outgoing(b"POST", self._passage.path, tuple(fields), self._body)
+        self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._sent_s)
+        self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, self._sent_s)
+        outgoing = Outgoing(b"POST", self._passage.path, self.request.fields, self._body)
         self._exchange = connection.http.send(pool.addressed(outgoing, self._upstream), self)
         if self._is_paused:
             self._exchange.pause()
-        self._sent_s = self._heard_s = now_s
-        self._timer.arm()
+        self._hear()
 
     def _lose(self, fault: UpstreamFault) -> None:
         """No answer has come. What an upstream may be at fault for in the middle of its work is not sent to another."""
         self._pool.note_outcome(self._upstream, False)
         is_safe = fault.is_untouched or isinstance(fault, ConnectionLost)
-        if not (is_safe and self._move(str(fault), takes_same=True)):
-            self._fall_back(self._pool.error_of(fault))
+        self._try_elsewhere(self._pool.error_of(fault), takes_same=True if is_safe else None)
 
     def _be_refused(self, head: AnswerHead) -> None:
-        if head.status == 503 and self._move("it refuses requests", takes_same=False):
-            return
         settings, asked = self._pool.settings, self._call.model
         names = settings.name_there(asked), asked
-        error = refusal_of(head.status, bytes(self._document), head, names, settings.trusted)
-        self._is_late_there = error.kind is ErrorKind.DEADLINE_EXCEEDED
-        if head.status == 504:
-            self._pool.note_outcome(self._upstream, self._is_late_there)
-        if self._is_late_there:
-            self._fail(error)
-        elif error.code == LOOP:
-            self._fail(error, has_begun=False)
-        elif head.status >= 500 or head.status == 429:
-            self._fall_back(error)
+        error = refusal_of(head, bytes(self._answer.body), names, settings.trusted)
+        is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
+        self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503 or is_late)
+        if (head.status >= 500 or head.status == 429) and not is_late and error.code != LOOP:
+            self._try_elsewhere(error, takes_same=False if head.status == 503 else None)
         else:
-            self._fail(error, has_begun=False)
+            self._fail(error, has_begun=is_late)
 
-    def _move(self, why: str, takes_same: bool) -> bool:
-        """Send it to another upstream, see Pool.move. False: it cannot be."""
-        failed = self._upstream
-        other = self._pool.move(self._slot, takes_same) if self._may_retry else None
-        if other is None:
-            return False
-        logger.warning("the upstream %s failed: %s: %s is asked", failed.url, why, other.url)
-        self._may_retry = False
-        self._go()
-        return True
+    def _try_elsewhere(self, error: ServiceError, takes_same: bool | None = None) -> None:
+        """Send it to another upstream, once, or then to another model's. Where there is none, the request has failed.
 
-    def _fall_back(self, error: ServiceError) -> None:
-        """Send it to another model's upstreams, if there are any."""
+        Args:
+            takes_same: see Pool.move; None: no other upstream of the pool is tried.
+        """
+        if takes_same is not None and self._may_retry:
+            failed, other = self._upstream, self._pool.move(self._slot, takes_same)
+            if other is not None:
+                logger.warning("the upstream %s failed, and %s is asked: %s", failed.url, other.url, error)
+                self._may_retry = False
+                self._go()
+                return
         if not self._fallbacks:
             self._fail(error, has_begun=False)
             return
         asked, pool = self.request.passed, self._fallbacks.pop(0)
         logger.warning("%s is asked instead of %s: %s", pool.settings.name, self._call.model, error)
         self._slot.leave()
-        fields = msgspec.json.decode(asked.body)
-        address_to(pool.settings, fields, asked.salts)
-        self._body = sse.json_line(fields)
+        self._body = address_to(pool.settings, msgspec.json.decode(asked.body), asked.salts)
         self._enter(pool)
 
     def _fail_by(self, error: Exception) -> None:
@@ -572,39 +524,22 @@ class RelayHandle:
             self.sink.fail(error, not has_begun and error.kind is not ErrorKind.UPSTREAM)
             self.cancel(FinishReason.ERROR)
 
-    @property
-    def _upstream(self) -> Upstream:
-        assert self._slot.upstream is not None
-        return self._slot.upstream
-
     # What the upstream sends: exchange.Reader.
 
     def on_head(self, head: AnswerHead) -> None:
-        self._head = head
-        if head.status != 504:  # whose body tells whose failure it is
-            self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503)
-        self._heard_s = self._loop.time()
-        self._timer.arm()
+        self._answer.head = head
+        if head.status == 200:
+            self._pool.note_outcome(self._upstream, True)
+        self._hear()
 
     def on_data(self, data: bytes) -> None:
-        assert self._head is not None
-        is_refusal, begun_s = self._head.status != 200, self._loop.time()
-        if not self._answer.is_done:  # its end is not put off by what follows
+        answer, begun_s = self._answer, self._loop.time()
+        if not answer.is_done:  # its end is not put off by what follows
             self._heard_s = begun_s
-        self._num_bytes += len(data)
-        self._num_pieces += 1
         try:
-            if self._num_pieces > MORE_EVENTS + self._num_bytes // LEAST_PIECE_BYTES:
-                raise UpstreamFault(f"it has sent {self._num_bytes} bytes in {self._num_pieces} pieces")
-            if self._call.is_stream and not is_refusal:
-                for part in self._answer.push(data):
-                    self._take(part, begun_s)
-            else:
-                self._document += data
-                if len(self._document) > (most := MAX_ERROR_BYTES if is_refusal else MAX_DOCUMENT_BYTES):
-                    self._document.clear()  # it is no answer
-                    raise UpstreamFault(f"its answer is larger than {most} bytes")
-            if self._answer.is_done and not self._is_cancelled:
+            for part in answer.push(data, begun_s - self._sent_s):
+                self._take(part, begun_s)
+            if answer.is_done and not self._is_cancelled:
                 self._finish_all()  # the answer's end follows, or is not waited for
                 self._timer.arm()
         except Exception as error:
@@ -612,91 +547,41 @@ class RelayHandle:
         self._relay.work.busy_s += self._loop.time() - begun_s
 
     def on_end(self, fault: UpstreamFault | None) -> None:
+        answer = self._answer
         try:
-            if self._head is None:
+            if answer.head is None:
                 self._lose(fault or UpstreamFault("its answer has no head"))
-                return
-            if self._head.status != 200:
-                self._be_refused(self._head)
-                return
-            if fault is None and not self._call.is_stream:
-                document, self._document = bytes(self._document), bytearray()  # it may be no answer
-                self._take(self._answer.document(document), self._loop.time())
-                self._document += document
-            if not (self._answer.is_done or all(one.is_finished for one in self.sequences)):
-                raise fault or UpstreamFault("its answer ends in the middle")
-            self._end()
+            elif answer.is_refusal:
+                self._be_refused(answer.head)
+            else:
+                if fault is None and not self._call.is_stream:
+                    self._take(answer.document(), self._loop.time())
+                if not (answer.is_done or all(one.is_finished for one in self.sequences)):
+                    raise fault or UpstreamFault("its answer ends in the middle")
+                self._end()
         except Exception as error:
             self._fail_by(error)
 
-    def _next_due(self) -> float | None:
-        """When a stream's end is waited for no longer, its upstream is taken to hang, or a document's token is due.
-
-        Before their heads only our own are (see Pool.silence_tells): others send it with the first token.
-        """
-        exchange, settings = self._exchange, self._pool.settings
-        if not self._call.is_stream:
-            return None if self._is_cancelled or self._head is not None else self._first_due_s
-        if exchange is None or exchange.is_over:
-            return None
-        if self._answer.is_done:
-            return self._heard_s + LINGER_S
-        is_due = self._head is not None or (self._pool.silence_tells and self._passage.form != "lines")
-        return self._heard_s + settings.silence_s if is_due and not self._is_paused else None
-
-    def _on_due(self) -> None:
-        exchange = self._exchange
-        if not self._call.is_stream:
-            self._first_due_s = None
-            self._be_late()
-            return
-        assert exchange is not None
-        exchange.cancel()
-        self.on_end(ConnectionLost(f"nothing has come of its answer for {self._pool.settings.silence_s:g} s"))
-
-    def _be_late(self) -> None:
-        """No token of a document can be seen from here: it is late while it waits here, or if nobody else can tell.
-
-        A server of our own holds the deadline that the request names by itself, as long as it answers at all.
-        """
-        exchange, deadlines = self._exchange, self.request.deadlines
-        if exchange is not None and "ttft_s" not in deadlines.asked:
-            return
-        if exchange is None or not self._pool.settings.trusted:
-            self._fail(deadlines.exceeded("ttft_s"))
-        else:
-            self._asking = asyncio.create_task(self._be_late_unless_held(self._upstream))
-
-    async def _be_late_unless_held(self, upstream: Upstream) -> None:
-        try:
-            async with asyncio.timeout(TELL_S):
-                await self._record_there(upstream)
-        except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
-            if self._head is None:
-                logger.info("an upstream does not tell how a request goes whose deadline has passed: %r", error)
-                self._fail(self.request.deadlines.exceeded("ttft_s"))
+    def _hear(self) -> None:
+        self._heard_s = self._loop.time()
+        self._timer.arm()
 
     def _take(self, part: Part, now_s: float) -> None:
-        self._num_events += 1
-        self._num_empty += part.is_last or not part.data
-        most_empty = MORE_EVENTS + EMPTY_A_SECOND * (now_s - self._sent_s)
-        is_flood = self._num_events > self._most_events or self._num_empty > most_empty
-        if is_flood and not self._pool.settings.trusted:
-            raise UpstreamFault(f"it has sent {self._num_events} events, more than an answer to this request has")
         for choice in part.texts:
             self._count(self.sequences[choice], now_s)
+        ends: list[tuple[int, FinishReason | None]] = [
+            (choice, reason) for choice, reason in part.ends.items() if not self.sequences[choice].is_finished
+        ]
         event = part.data
-        for choice, reason in part.ends.items():
-            if not self.sequences[choice].is_finished:
-                self.sequences[choice].is_finished = True
-                self._write(choice, event, part.is_last, now_s, reason)
-                event = b""
-        if event:
-            self._write(0, event, part.is_last, now_s)
+        for choice, reason in ends or ([(0, None)] if event else []):
+            self.sequences[choice].is_finished |= reason is not None
+            if not (self._has_ended or self._is_cancelled):
+                delta = RelayedDelta(text=" ", num_tokens=0, finish_reason=reason, event=event, is_last=part.is_last)
+                self.sink.on_delta(choice, delta, now_s)
+            event = b""
 
     def _count(self, sequence: SequenceProgress, now_s: float) -> None:
-        is_first = sequence.last_s == NOT_YET
-        sequence.last_s = now_s
+        is_first, sequence.last_s = sequence.last_s == NOT_YET, now_s
         sequence.num_tokens += 1
         self._relay.work.num_tokens += 1
         if is_first:
@@ -706,12 +591,43 @@ class RelayHandle:
             sequence.mark = NEVER  # on_mark may end it
             sequence.mark = self.sink.on_mark(sequence.choice, sequence.num_tokens)
 
-    def _write(
-        self, choice: int, event: bytes, is_last: bool, now_s: float, reason: FinishReason | None = None
-    ) -> None:
-        if not (self._has_ended or self._is_cancelled):
-            delta = RelayedDelta(text=" ", num_tokens=0, finish_reason=reason, event=event, is_last=is_last)
-            self.sink.on_delta(choice, delta, now_s)
+    # What is due when.
+
+    def _next_due(self) -> float | None:
+        """When a stream's end is waited for no longer, its upstream is taken to hang, or a document's token is due.
+
+        Before their heads only our own are (see Pool.silence_tells): others send it with the first token.
+        """
+        answer, exchange = self._answer, self._exchange
+        if not self._call.is_stream:
+            return self._first_due_s if answer.head is None else None
+        if exchange is None or exchange.is_over:
+            return None
+        if answer.is_done:
+            return self._heard_s + LINGER_S
+        is_due = answer.head is not None or (self._pool.silence_tells and self._passage.form != "lines")
+        return self._heard_s + self._pool.settings.silence_s if is_due and not self._is_paused else None
+
+    def _on_due(self) -> None:
+        """Of a document no token can be seen from here: it is late while it waits here, or if nobody else can tell.
+
+        A server of our own holds the deadline that the request names by itself, as long as it answers at all.
+        """
+        exchange, deadlines = self._exchange, self.request.deadlines
+        if self._call.is_stream:
+            assert exchange is not None
+            exchange.cancel()
+            self.on_end(ConnectionLost(f"nothing has come of its answer for {self._pool.settings.silence_s:g} s"))
+            return
+        self._first_due_s = None
+        if exchange is None or ("ttft_s" in deadlines.asked and not self._pool.settings.trusted):
+            self._fail(deadlines.exceeded("ttft_s"))
+        elif "ttft_s" in deadlines.asked:
+            self._late = asyncio.create_task(self._be_late_unless_held(self._upstream))
+
+    async def _be_late_unless_held(self, upstream: Upstream) -> None:
+        if await self._record_there(upstream) is None and self._answer.head is None:
+            self._fail(self.request.deadlines.exceeded("ttft_s"))
 
     # Its end.
 
@@ -721,24 +637,28 @@ class RelayHandle:
 
     async def _end_as_told(self, upstream: Upstream) -> None:
         """After a cancel: with the usage that a server of our own records under our id, if it tells in time."""
-        wait_s = TELL_AFTER_S
-        try:
-            async with asyncio.timeout(TELL_S):
-                while (record := await self._record_there(upstream)).state not in ("done", "failed"):
-                    await asyncio.sleep(wait_s)
-                    wait_s *= 2
+        if (record := await self._record_there(upstream, at_end=True)) is not None:
             counts = record.num_prompt_tokens, record.num_completion_tokens, record.num_cached_tokens
             self._answer.usage = Usage(*(one or 0 for one in counts))
-        except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
-            logger.info("an upstream does not tell what a cancelled request has used: %r", error)
         self._end()
 
-    async def _record_there(self, upstream: Upstream) -> _Record:
-        path = "/v1/requests/" + self.request.request_id
-        head, body = await self._pool.ask(upstream, path, MAX_ERROR_BYTES)
-        if head.status != 200:
-            raise UpstreamFault(f"it answers with the status {head.status}")
-        return msgspec.json.decode(body, type=_Record)
+    async def _record_there(self, upstream: Upstream, at_end: bool = False) -> _Record | None:
+        """How the request goes at a server of our own, or has gone; None: it does not tell in TELL_S."""
+        path, wait_s = "/v1/requests/" + self.request.request_id, TELL_AFTER_S
+        try:
+            async with asyncio.timeout(TELL_S):
+                while True:
+                    head, body = await self._pool.ask(upstream, path, MAX_ERROR_BYTES)
+                    if head.status != 200:
+                        raise UpstreamFault(f"it answers with the status {head.status}")
+                    record = msgspec.json.decode(body, type=_Record)
+                    if not at_end or record.state in ("done", "failed"):
+                        return record
+                    await asyncio.sleep(wait_s)
+                    wait_s *= 2
+        except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
+            logger.info("an upstream does not tell how a request goes that is late or cancelled: %r", error)
+            return None
 
     def _end(self) -> None:
         if self._has_ended:
@@ -750,11 +670,6 @@ class RelayHandle:
             self._exchange = None  # which refers back: all is freed without the garbage collector
         self._slot.leave()
         try:
-            self.sink.on_end(self._billed(), None)
+            self.sink.on_end(self._answer.billed(), None)
         except Exception:  # there is nothing left to cancel
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
-
-    def _billed(self) -> Usage:
-        if self._head is not None and self._head.status == 200 and self._document.lstrip().startswith(b"{"):
-            self._answer.num_document_bytes = len(self._document)
-        return self._answer.billed(self._pool.settings.trusted, len(self._body), self._num_bytes)

@@ -1,14 +1,14 @@
-"""What passes: a body, as an upstream gets it, and the answer: what it says of text, ends and usage. Thread: loop.
+"""What passes: a body, as an upstream gets it, and its answer: what it says of text, ends and usage. Thread: loop.
 
-    bytes ─▶ UpstreamAnswer.push, document ─▶ Part ─▶ RelayedDelta ─▶ PassedStream, PassedWhole ─▶ client
+    bytes ─▶ UpstreamAnswer.push, document ─▶ Part ─▶ RelayedDelta ─▶ PassedReply ─▶ client
 
 Its id and model become ours. All else passes as it came, comments between events excepted.
 """
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,36 +19,32 @@ from core.types import LOWEST_CLASS, TOP_CLASS, Delta, FinishReason, Usage
 from server.api import chat, completions, embeddings, llama_server, messages, ollama, responses, scores
 from server.api.decoding import parse_object
 from server.api.fields import GenerationCall, MaxTokens
-from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
+from server.api.replies import Extras, ReplyContext, error_event, usage_object
 from server.gate.tenants import LOCAL_NAME, DeadlineTable, OwnDeadlineExceeded, Tenant
 from server.gate.text_rules import rule_book
-from server.upstream.exchange import AnswerHead, UpstreamFault
+from server.upstream.exchange import MAX_EVENT_BYTES, AnswerHead, EventReader, UpstreamFault
+from server.upstream.pool import LeadingBlocks
 from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
 
-MAX_EVENT_BYTES = 8 * 1024 * 1024
+MAX_DOCUMENT_BYTES, MAX_ERROR_BYTES = 64 * 1024 * 1024, 64 * 1024
+MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
+LEAST_PIECE_BYTES = 16  # of an answer, beyond MORE_EVENTS of them
+EMPTY_A_SECOND = 16  # events that pass nothing on yet, where a request sets no bound: news of a queue are 10
 MOST_TOKENS = 2**53  # more than there are: usage that says so is not believed
 MANY_TOKENS = 2**31  # where a request sets no bound, or the model's context is not known
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
 BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
 MOST_BYTES_PER_TOKEN = 8  # of an answer: usage by which a token has more is not of all of it
-REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "max_output_tokens": FinishReason.LENGTH,
-    "tool_calls": FinishReason.TOOL_CALLS,
-    "content_filter": FinishReason.CONTENT_FILTER,
-    "max_tokens": FinishReason.LENGTH,  # messages
-    "tool_use": FinishReason.TOOL_CALLS,
-    "refusal": FinishReason.CONTENT_FILTER,
-    "limit": FinishReason.LENGTH,  # infill
+REASONS = {  # others: stop
+    **dict.fromkeys(("length", "max_tokens", "max_output_tokens", "limit"), FinishReason.LENGTH),
+    **dict.fromkeys(("tool_calls", "tool_use"), FinishReason.TOOL_CALLS),
+    **dict.fromkeys(("content_filter", "refusal"), FinishReason.CONTENT_FILTER),
 }
 _ENDS = ("message_delta", "response.completed", "response.incomplete")  # named events: of the text
 _LASTS = ("message_stop", "response.completed", "response.incomplete")  # of the answer
-_LINE_END = re.compile(rb"\n")
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
 class Passage(NamedTuple):
@@ -67,12 +63,6 @@ class Passage(NamedTuple):
     @property
     def is_parts(self) -> bool:
         return self.form in ("parts", "lines")
-
-    def error(self, error: ServiceError, request_id: str) -> bytes:
-        """The end of a stream that breaks off."""
-        if self.prefix == messages.ID_PREFIX:
-            return sse.event(messages.ERRORS.body(error, request_id), "error")
-        return ollama.ERRORS.body(error, "") + b"\n" if self.form == "lines" else error_event(error)
 
 
 PASSAGES = {
@@ -126,6 +116,44 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     response_fields: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A body, ready to be sent: `Prompts` of a relay.
+
+    Args:
+        prompt: all prompts, estimated, and what may be cached of them.
+        body: for the model's own upstreams.
+        salts: of what its prompt shares.
+        context: of the model.
+        num_computed: answers, of which call.num_sequences are shown.
+        keep_alive_s: as Ollama's clients ask.
+        shown_fields: of /infill, cut out here: the rest tells what was used.
+    """
+
+    call: GenerationCall
+    passage: Passage
+    prompt: LeadingBlocks
+    body: bytes = b""
+    salts: Salts = (None, None)
+    context: int = MANY_TOKENS
+    num_prompts: int = 1
+    num_computed: int = 1
+    keep_alive_s: float | None = None
+    shown_fields: list[str] | None = None
+    prompts: tuple[tuple[int, ...], ...] = ()
+    table: None = None
+    continues_text: bool = False
+
+    @property
+    def tells_tokens(self) -> bool:
+        return self.call.is_stream
+
+    @property
+    def most_tokens(self) -> int:
+        """Of each answer."""
+        return min(self.call.sampling.max_tokens, self.context)
+
+
 def checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], int]:
     """A body's texts, held to the tenant's rules, and how many tokens are reserved for them."""
     rules = rule_book(tenant.text_rules)
@@ -137,9 +165,7 @@ def checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], i
         raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
     all_texts, num_ids = list[str](), 0
     for name in PROMPT_FIELDS:
-        if name not in fields:
-            continue
-        leaves = list(_leaves(fields[name]))
+        leaves = list(_leaves(fields.get(name)))
         texts = [one for one in leaves if isinstance(one, str)]
         num_ids += len(leaves) - len(texts)
         rules.check_prompt(texts, name)
@@ -162,12 +188,13 @@ def keep_alive_asked(value: str | float | None) -> float | None:
         raise InvalidRequest(f"{error}.", "keep_alive") from error
 
 
-def address_to(settings: ModelSettings, fields: dict[str, Any], salts: Salts) -> None:
-    """What an upstream of these settings gets in place of what the client has sent."""
+def address_to(settings: ModelSettings, fields: dict[str, Any], salts: Salts) -> bytes:
+    """A body as an upstream of these settings gets it: with what takes the place of what the client has sent."""
     fields["model"] = settings.name_there(fields.get("model"))
     fields.pop("cache_salt", None)
     if (salt := salts[0 if settings.trusted else 1]) is not None:
         fields["cache_salt"] = salt
+    return sse.json_line(fields)
 
 
 def _leaves(value: Any) -> Iterator[str | int]:
@@ -185,20 +212,18 @@ def _leaves(value: Any) -> Iterator[str | int]:
 class _Choice(msgspec.Struct, frozen=True):
     index: int = 0
     delta: dict[str, Any] | None = None
-    message: Any = None
+    message: dict[str, Any] | None = None
     text: Any = None
     finish_reason: str | None = None
 
     @property
-    def has_text(self) -> bool:
-        return bool(self.text) or any(value and name != "role" for name, value in (self.delta or {}).items())
+    def said(self) -> list[Any]:
+        """All but who says it."""
+        return [self.text, *(value for name, value in (self.delta or self.message or {}).items() if name != "role")]
 
     @property
-    def num_text_bytes(self) -> int:
-        """Of a document's choice."""
-        message = self.message if isinstance(self.message, dict) else {}
-        values = (self.text, *(value for name, value in message.items() if name != "role"))
-        return sum(len(one.encode("utf-8", "replace")) for one in values if isinstance(one, str))
+    def reason(self) -> FinishReason:
+        return REASONS.get(self.finish_reason or "", FinishReason.STOP)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,9 +255,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def inner(self) -> "_Message | None":
         """The response or message that an event is about."""
-        if isinstance(self.response, _Message):
-            return self.response
-        return self.message if isinstance(self.message, _Message) else None
+        return next((one for one in (self.response, self.message) if isinstance(one, _Message)), None)
 
 
 _encode = msgspec.json.encode
@@ -271,162 +294,153 @@ class Part(NamedTuple):
     is_last: bool = False  # it is written once the answer is settled
 
 
-class Bounds(NamedTuple):
-    """What was asked, and so can have been used.
-
-    Args:
-        num_choices: answers that are shown; some more may be computed.
-        num_tokens: of each, at most.
-        context: of the model.
-        num_prompt_tokens: of all prompts, estimated.
-    """
-
-    num_choices: int
-    num_computed: int = 1
-    num_tokens: int = MANY_TOKENS
-    context: int = MANY_TOKENS
-    num_prompts: int = 1
-    num_prompt_tokens: int = 0
-
-
 class UpstreamAnswer:
-    """
+    """What one upstream answers. `push` and `document` raise UpstreamFault: it is no answer to what was asked.
+
     Args:
         request_id: ours, that the answer's id is made of.
-        shown_fields: of a document, those that pass; None: all.
+        is_trusted: the upstream is one of our own, and what it tells is exact.
 
     Attributes:
+        head: once it has come.
+        body: of what is no stream, as far as it has come: a document, or what the request is refused with.
         usage: as it has been told, in a way that can be true.
         is_done: the last event has come; later ones are dropped.
-        num_document_bytes: of what has come that is no stream.
     """
 
-    def __init__(
-        self,
-        passage: Passage,
-        call: GenerationCall,
-        request_id: str,
-        bounds: Bounds,
-        shown_fields: list[str] | None = None,
-    ) -> None:
+    def __init__(self, asked: Passed, request_id: str, is_trusted: bool) -> None:
+        self.head: AnswerHead | None = None
+        self.body = bytearray()
         self.usage: Usage | None = None
         self.is_done = self._tells_nonsense = False
-        self.num_document_bytes = self._num_texts = self._num_text_bytes = 0
-        self._passage = passage
-        self._call = call
-        self._bounds, self._most_shown = bounds, bounds.num_tokens * bounds.num_choices  # tokens
-        self._shown_fields = shown_fields
-        own = {"id": passage.prefix + request_id, "model": call.model}
+        self._asked, self._call, self._form, self._is_trusted = asked, asked.call, asked.passage.form, is_trusted
+        own = {"id": asked.passage.prefix + request_id, "model": asked.call.model}
         self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
-        self._buffer = bytearray()
+        self._events = EventReader(are_lines=self._form == "lines")
+        self._num_bytes = self._num_pieces = self._num_parts = self._num_empty = 0
+        self._most_parts = asked.most_tokens * asked.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS
         self._num_held = 0  # bytes of parts that wait for the end
+        self._num_texts = self._num_text_bytes = 0
+        self._counts: dict[str, Any] = {}  # as they have been told
 
-    def push(self, data: bytes) -> Iterator[Part]:
-        """Take a piece of a stream. Raises UpstreamFault, as document() does."""
-        for name, event in () if self.is_done else self._split(data):
+    @property
+    def is_refusal(self) -> bool:
+        return self.head is not None and self.head.status != 200
+
+    def push(self, data: bytes, after_s: float = 0.0) -> Iterator[Part]:
+        """Take a piece.
+
+        Args:
+            after_s: since the request was sent: so long an upstream may tell nothing but that it is there.
+        """
+        self._num_bytes += len(data)
+        self._num_pieces += 1
+        if self._num_pieces > MORE_EVENTS + self._num_bytes // LEAST_PIECE_BYTES:
+            raise UpstreamFault(f"it has sent {self._num_bytes} bytes in {self._num_pieces} pieces")
+        if self.is_refusal or not self._call.is_stream:
+            self.body += data
+            if len(self.body) > (most := MAX_ERROR_BYTES if self.is_refusal else MAX_DOCUMENT_BYTES):
+                self.body.clear()  # it is no answer
+                raise UpstreamFault(f"its answer is larger than {most} bytes")
+            return
+        for name, event in () if self.is_done else self._events.push(data):
             if self.is_done:
                 return
             part = Part(b"") if event is None else self._read(name, event)
-            self._num_texts += len(part.texts)
-            self._num_held += len(part.data) if part.is_last else 0
-            if self._num_held > MAX_EVENT_BYTES:
-                raise UpstreamFault(f"its last events are larger than {MAX_EVENT_BYTES} bytes")
+            self._bound(part, after_s)
             yield part
+
+    def _bound(self, part: Part, after_s: float) -> None:
+        self._num_texts += len(part.texts)
+        self._num_held += len(part.data) if part.is_last else 0
+        if self._num_held > MAX_EVENT_BYTES:
+            raise UpstreamFault(f"its last events are larger than {MAX_EVENT_BYTES} bytes")
+        self._num_parts += 1
+        self._num_empty += part.is_last or not part.data
+        is_flood = self._num_parts > self._most_parts or self._num_empty > MORE_EVENTS + EMPTY_A_SECOND * after_s
+        if is_flood and not self._is_trusted:
+            raise UpstreamFault(f"it has sent {self._num_parts} events, more than an answer to this request has")
+
+    def document(self) -> Part:
+        """All that has come."""
+        data, self.body = bytes(self.body), bytearray()  # which may be no answer
+        message = _decoded(data)
+        ends, num_bytes = {0: message.finish_reason}, [len(data)]
+        if self._form == "chunks":
+            self._check(message.choices)
+            ends = {one.index: one.reason for one in message.choices}
+            texts = ["".join(text for text in one.said if isinstance(text, str)) for one in message.choices]
+            num_bytes = [len(one.encode("utf-8", "replace")) for one in texts]
+        if message.error is not None or not ends:
+            raise UpstreamFault("its answer is not one of the kind that was asked for")
+        self.body += data
+        self._num_texts, self._num_text_bytes = sum(map(bool, num_bytes)), sum(num_bytes)
+        self._note_usage(message, data)
+        renamed, shown_fields = self._renamed(data), self._asked.shown_fields
+        if shown_fields is not None:
+            renamed = _encode(llama_server.shown(msgspec.json.decode(renamed), shown_fields))
+        self.is_done = True
+        return Part(renamed, tuple(ends), ends, is_last=True)
 
     def estimated(self) -> Usage:
         """What has come: a token for each event with text, or for BYTES_PER_TOKEN of a document."""
-        num_tokens = max(self._num_texts, self.num_document_bytes // BYTES_PER_TOKEN)
-        num_tokens = min(num_tokens, self._most_shown)
+        is_document = not self.is_refusal and self.body.lstrip().startswith(b"{")
+        num_tokens = max(self._num_texts, len(self.body) // BYTES_PER_TOKEN if is_document else 0)
+        num_tokens = min(num_tokens, self._asked.most_tokens * self._call.num_sequences)
         has_answered = num_tokens or self.is_done or self._tells_nonsense
-        return Usage(self._bounds.num_prompt_tokens if has_answered else 0, num_tokens)
+        return Usage(self._asked.prompt.num_tokens if has_answered else 0, num_tokens)
 
-    def billed(self, is_trusted: bool, num_sent: int, num_received: int) -> Usage:
-        """What has been told, or an estimate if nothing has; no more than it can have been.
+    def billed(self) -> Usage:
+        """What has been told, or an estimate if nothing has.
 
-        Args:
-            is_trusted: what servers of our own tell is exact.
-            num_sent, num_received: bytes, which bound what nothing else does.
+        Of what others tell, no more than was asked for, or where that has no bounds, than bytes have passed; of several
+        choices no less than has come: some servers tell what the first alone has used.
         """
-        told, bounds = self.usage, self._bounds
-        if told is None:
-            return self.estimated()
-        if is_trusted:
-            return told
-        prompt, completion = num_sent + UNSEEN_TOKENS, num_received + UNSEEN_TOKENS
-        if bounds.context < MANY_TOKENS and self._passage.form != "document":  # which has any number of inputs
-            prompt = bounds.context * bounds.num_computed
-        if bounds.num_tokens < MANY_TOKENS:
-            completion = bounds.num_tokens * bounds.num_computed
-        counts = msgspec.structs.astuple(self._at_least(told))
-        billed = Usage(*map(min, counts, (prompt, completion, prompt, completion)))
+        told, asked, num_seen, num_bytes = self.usage, self._asked, self._num_texts, self._num_text_bytes
+        if told is None or self._is_trusted:
+            return told or self.estimated()
+        least_prompt = least = 0
+        is_of_first = told.num_completion_tokens < max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
+        if is_of_first and self._call.num_sequences > 1 and not self._call.echo:
+            least_prompt = asked.prompt.num_tokens if asked.num_prompts > 1 else 0
+            least = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), asked.most_tokens * self._call.num_sequences)
+        most_prompt, most = len(asked.body) + UNSEEN_TOKENS, self._num_bytes + UNSEEN_TOKENS
+        if asked.context < MANY_TOKENS and self._form != "document":  # which has any number of inputs
+            most_prompt = asked.context * asked.num_computed
+        if asked.most_tokens < MANY_TOKENS:
+            most = asked.most_tokens * asked.num_computed
+        prompt = min(max(told.num_prompt_tokens, least_prompt), most_prompt)
+        completion = min(max(told.num_completion_tokens, least), most)
+        billed = Usage(
+            prompt, completion, min(told.num_cached_tokens, prompt), min(told.num_thought_tokens, completion)
+        )
         if billed != told:
-            logger.warning(
-                "an upstream of %s tells usage that cannot be all: %s; %s is billed", self._call.model, told, billed
-            )
+            what = "an upstream of %s tells usage that cannot be all: %s; %s is billed"
+            logger.warning(what, self._call.model, told, billed)
         return billed
 
-    def _at_least(self, told: Usage) -> Usage:
-        """Of several choices, no less than has come: some servers tell what the first alone has used."""
-        num_seen, num_bytes, bounds = self._num_texts, self._num_text_bytes, self._bounds
-        is_believed = told.num_completion_tokens >= max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
-        if bounds.num_choices == 1 or self._call.echo or is_believed:
-            return told
-        num_tokens = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), self._most_shown)
-        num_prompt_tokens = bounds.num_prompt_tokens if bounds.num_prompts > 1 else 0
-        return Usage(
-            max(told.num_prompt_tokens, num_prompt_tokens),
-            max(told.num_completion_tokens, num_tokens),
-            told.num_cached_tokens,
-            told.num_thought_tokens,
-        )
-
-    def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes | None]]:
-        """Events' names and data, or lines; comments have no data."""
-        buffer, are_lines = self._buffer, self._passage.form == "lines"
-        is_event = not (buffer or are_lines) and data.startswith(b"data: ") and data.endswith(b"\n\n")
-        if is_event and data.find(b"\n") == len(data) - 2 and b"\r" not in data:  # one alone, as most pieces are
-            yield None, data[6:-2]
-            return
-        searched = max(0, len(buffer) - 3)
-        buffer += data
-        while (end := (_LINE_END if are_lines else _EVENT_END).search(buffer, searched)) is not None:
-            raw = bytes(buffer[: end.start()])
-            del buffer[: end.end()]
-            searched = 0
-            if are_lines:
-                yield None, raw
-            elif raw.startswith(b"data: ") and b"\n" not in raw and b"\r" not in raw:  # most are
-                yield None, raw[6:]
-            else:
-                fields = [line.partition(b":") for line in raw.splitlines()]
-                name = next((value.removeprefix(b" ") for key, _, value in fields if key == b"event"), None)
-                lines = [value.removeprefix(b" ") for key, _, value in fields if key == b"data"]
-                yield name, b" ".join(lines) if lines else None  # in JSON, a line break is but space
-        if len(buffer) > MAX_EVENT_BYTES:
-            raise UpstreamFault(f"an event is larger than {MAX_EVENT_BYTES} bytes")
-
     def _read(self, name: bytes | None, data: bytes) -> Part:
-        """Without data: it does not pass."""
+        """An event, or a line."""
         if data == b"[DONE]":
             self.is_done = True
             return Part(b"")
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        if message.usage is not None or self._passage.form != "chunks":
+        if message.usage is not None or self._form != "chunks":
             self._note_usage(message, data)
         event_name = None if name is None else name.decode("ascii", "ignore")
         renamed = self._renamed(data, hides_usage=bool(message.choices) and not self._call.tokens.counts_usage)
-        framed = renamed + b"\n" if self._passage.form == "lines" else sse.event(renamed, event_name)
-        if self._passage.is_parts:
+        framed = renamed + b"\n" if self._form == "lines" else sse.event(renamed, event_name)
+        if self._asked.passage.is_parts:
             self.is_done = message.done or message.stop is True
             return Part(framed, (), {0: message.finish_reason}, True) if self.is_done else Part(framed, (0,))
-        if self._passage.form == "names":
+        if self._form == "names":
             return self._read_named(message, framed)
         if message.choices:
             self._check(message.choices)
-            texts = tuple([one.index for one in message.choices if one.has_text])
-            ends = {one.index: _reason(one) for one in message.choices if one.finish_reason is not None}
+            texts = tuple([one.index for one in message.choices if any(one.said)])
+            ends = {one.index: one.reason for one in message.choices if one.finish_reason is not None}
             return Part(framed, texts, ends)
         if message.usage is not None and not self._call.includes_usage:
             return Part(b"")
@@ -444,50 +458,25 @@ class UpstreamAnswer:
         reason = ended.finish_reason if isinstance(ended, _Message) else FinishReason.STOP
         return Part(framed, (), {0: reason} if kind in _ENDS else {}, True)
 
-    def document(self, data: bytes) -> Part:
-        message = _decoded(data)
-        ends, num_bytes = {0: message.finish_reason}, [len(data)]
-        if self._passage.form == "chunks":
-            self._check(message.choices)
-            ends = {one.index: _reason(one) for one in message.choices}
-            num_bytes = [one.num_text_bytes for one in message.choices]
-        if message.error is not None or not ends:
-            raise UpstreamFault("its answer is not one of the kind that was asked for")
-        self.num_document_bytes = len(data)
-        self._num_texts, self._num_text_bytes = sum(map(bool, num_bytes)), sum(num_bytes)
-        self._note_usage(message, data)
-        renamed = self._renamed(data)
-        if self._shown_fields is not None:
-            renamed = _encode(llama_server.shown(msgspec.json.decode(renamed), self._shown_fields))
-        self.is_done = True
-        return Part(renamed, tuple(ends), ends)
-
     def _check(self, choices: list[_Choice]) -> None:
         for one in choices:
-            if not 0 <= one.index < (num := self._bounds.num_choices):
+            if not 0 <= one.index < (num := self._call.num_sequences):
                 raise UpstreamFault(f"its answer has a choice {one.index}, of {num} that were asked for")
 
     def _note_usage(self, message: _Message, data: bytes) -> None:
-        """The latest counts; messages tell those of the prompt at the start alone; of nonsense, none."""
+        """The latest counts of each kind: messages tell those of the prompt at the start alone. Of nonsense, none."""
         told = message.usage or (message.inner and message.inner.usage)
-        if self._passage.is_parts:
-            told = msgspec.json.decode(data) if message.done or message.stop is True else None
-        if message.prompt_eval_count is not None and told is None:
-            told = {"prompt_tokens": message.prompt_eval_count}
+        if not told and (message.done or message.stop is True or message.prompt_eval_count is not None):
+            told = msgspec.json.decode(data)
         if not told:
             return
-        before = self.estimated() if self._tells_nonsense else self.usage
+        self._counts |= {name: count for name, count in told.items() if count}
         try:
-            usage = usage_of(told)
+            self.usage, self._tells_nonsense = usage_of(self._counts), False
         except ValueError as error:
             if not self._tells_nonsense:
                 logger.warning("an upstream tells usage that cannot be, which is estimated: %s", error)
             self.usage, self._tells_nonsense = None, True
-            return
-        if before is not None and not usage.num_prompt_tokens:
-            counts = {"num_prompt_tokens": before.num_prompt_tokens, "num_cached_tokens": before.num_cached_tokens}
-            usage = msgspec.structs.replace(usage, **counts)
-        self.usage = usage
 
     def _renamed(self, data: bytes, hides_usage: bool = False) -> bytes:
         """With our id and the name that was asked for, also of the response or message in an event.
@@ -498,24 +487,18 @@ class UpstreamAnswer:
         fields = _read_fields(data)
         if hides_usage and "usage" in fields:
             fields["usage"] = _NULL
-        for name in ("response", "message") if self._passage.form == "names" else ():
+        for name in ("response", "message") if self._form == "names" else ():
             if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
                 fields[name] = msgspec.Raw(_encode(self._with_names(_read_fields(inner))))
         return _encode(self._with_names(fields))
 
     def _with_names(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-        for name, own in self._names.items():
-            if name in fields:
-                fields[name] = own
+        fields |= {name: own for name, own in self._names.items() if name in fields}
         if self._tells_nonsense and bytes(fields.get("usage", _NULL)) != b"null":
             usage = self.estimated()
             counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": usage.num_completion_tokens}
-            fields["usage"] = msgspec.Raw(_encode(counts if self._passage.form == "names" else usage_object(usage)))
+            fields["usage"] = msgspec.Raw(_encode(counts if self._form == "names" else usage_object(usage)))
         return fields
-
-
-def _reason(choice: _Choice) -> FinishReason:
-    return REASONS.get(choice.finish_reason or "stop", FinishReason.STOP)
 
 
 def _decoded(data: bytes) -> _Message:
@@ -540,11 +523,12 @@ class RelayedDelta(Delta, frozen=True, kw_only=True):
     is_last: bool = False
 
 
-class PassedStream:
-    """StreamReply of events that an upstream has written."""
+class PassedReply:
+    """Writes what an upstream has written: as a StreamReply that gets no texts, and as a WholeReply."""
 
     def __init__(self, passage: Passage, call: GenerationCall, context: ReplyContext) -> None:
         self._passage = passage
+        self._is_of_chunks = passage.form == "chunks" and call.is_stream
         self._includes_usage = call.includes_usage
         self._reply_id = context.reply_id
         self._envelope = {"id": passage.prefix + context.reply_id, "model": context.model}
@@ -552,12 +536,6 @@ class PassedStream:
 
     def start(self) -> bytes:
         return b""
-
-    def text(self, choice: int, text: str) -> bytes:
-        raise AssertionError("texts come in deltas")
-
-    def text_frame(self, choice: int) -> None:
-        return None
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         assert isinstance(delta, RelayedDelta)
@@ -567,43 +545,25 @@ class PassedStream:
         if delta.event or delta.finish_reason is None:
             return delta.event
         # The choice was ended here
-        content: dict[str, Any] = {"delta": {}} if self._passage.prefix == "chatcmpl-" else {"text": ""}
+        content: dict[str, Any] = {"delta": {}} if self._passage.prefix == chat.ID_PREFIX else {"text": ""}
         return self._chunk(choices=[{"index": choice, **content, "finish_reason": delta.finish_reason.value}])
+
+    add = delta
 
     def _chunk(self, **fields: Any) -> bytes:
         return sse.event(sse.json_line(self._envelope | fields))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
-        if self._passage.form != "chunks":
+        if not self._is_of_chunks:
             return self._last
-        more = dict(extras)
         if not self._last and self._includes_usage:  # it was ended here
-            more["usage"] = usage_object(usage)
-        return self._last + (self._chunk(choices=[], **more) if more else b"") + sse.DONE
+            extras = extras | {"usage": usage_object(usage)}
+        return self._last + (self._chunk(choices=[], **extras) if extras else b"") + sse.DONE
 
     def error(self, error: ServiceError) -> bytes:
-        return self._passage.error(error, self._reply_id)
-
-
-class PassedWhole:
-    """Likewise of a document (WholeReply)."""
-
-    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
-        self.texts: list[list[str]] = []
-        self._document = b""
-
-    def add(self, choice: int, delta: Delta) -> None:
-        assert isinstance(delta, RelayedDelta)
-        self._document += delta.event
-
-    def end(self, usage: Usage, extras: Extras) -> bytes:
-        return self._document
-
-
-def passed(surface: Surface) -> Surface:
-    """That writes what an upstream has answered."""
-    stream: Callable[..., Any] = partial(PassedStream, PASSAGES[surface])
-    return surface._replace(stream=stream, whole=PassedWhole)  # type: ignore[arg-type]  # a WholeReply's methods
+        if self._passage.prefix == messages.ID_PREFIX:
+            return sse.event(messages.ERRORS.body(error, self._reply_id), "error")
+        return ollama.ERRORS.body(error, "") + b"\n" if self._passage.form == "lines" else error_event(error)
 
 
 # Refusals.
@@ -617,7 +577,7 @@ _PASSED_ON = {  # statuses of which the client is the cause
 }
 
 
-def renamed_in(message: str, there: str, asked: str) -> str:
+def _renamed_in(message: str, there: str, asked: str) -> str:
     """With the name that was asked for in place of the model's name there: where it is quoted, or is no mere word."""
     name = re.escape(there)
     bare = "" if there.isalpha() else rf"|(?<![\w/-]){name}(?![\w/-])"
@@ -645,7 +605,7 @@ def loop_error() -> ServiceError:
 
 
 def refusal_of(
-    status: int, body: bytes, head: AnswerHead, names: tuple[str, str] = ("", ""), is_trusted: bool = False
+    head: AnswerHead, body: bytes, names: tuple[str, str] = ("", ""), is_trusted: bool = False
 ) -> ServiceError:
     """The error for the client of a request that an upstream has refused.
 
@@ -657,14 +617,14 @@ def refusal_of(
         document = parse_object(body)
     except InvalidRequest:
         document = {}
-    error = document.get("error") or document
+    status, error = head.status, document.get("error") or document
     fields = error if isinstance(error, dict) else {"message": error}
     message, code, param = (
         value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
     )
     message = message or _detail_of(document)
     told = message or f"The server behind this one refused the request, with the status {status}."
-    message = renamed_in(told, *names)
+    message = _renamed_in(told, *names)
     if status in _PASSED_ON:
         return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
     if status in (429, 503):

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_960, 39),
+    "server": (14_880, 39),
     "server/api": (6350, 19),
     "server/batches": (985, 3),
     "server/commands": (2350, 13),

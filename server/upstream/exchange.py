@@ -4,7 +4,13 @@ Whoever reads may pause: then at most a window of bytes more comes (HTTP/2), or 
 """
 
 import asyncio
+import re
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
+
+MAX_EVENT_BYTES = 8 * 1024 * 1024
+_LINE_END, _EVENT_END = re.compile(rb"\n"), re.compile(rb"\r\n\r\n|\n\n|\r\r")
+Fields = tuple[tuple[bytes, bytes], ...]  # names in lower case
 
 
 class UpstreamFault(Exception):
@@ -25,7 +31,7 @@ class ConnectionLost(UpstreamFault):
 
 class AnswerHead(NamedTuple):
     status: int
-    fields: tuple[tuple[bytes, bytes], ...]  # names in lower case
+    fields: Fields
 
     def field(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.fields if key == name), None)
@@ -36,11 +42,11 @@ class Outgoing(NamedTuple):
 
     method: bytes
     path: bytes
-    fields: tuple[tuple[bytes, bytes], ...]  # without Host and the body's length
+    fields: Fields  # without Host and the body's length
     body: bytes = b""
 
     @property
-    def length(self) -> tuple[tuple[bytes, bytes], ...]:
+    def length(self) -> Fields:
         """The field that tells the body's."""
         return ((b"content-length", b"%d" % len(self.body)),) if self.body else ()
 
@@ -143,3 +149,36 @@ class WholeAnswer:
             self.done.set_result((self._head, bytes(self._body)))
         else:
             self.done.set_exception(fault)
+
+
+class EventReader:
+    """Splits a stream into its events (WHATWG HTML §9.2.6), or into lines. Raises UpstreamFault: one is too long."""
+
+    def __init__(self, are_lines: bool) -> None:
+        self._are_lines = are_lines
+        self._buffer = bytearray()
+
+    def push(self, data: bytes) -> Iterator[tuple[bytes | None, bytes | None]]:
+        """Events' names and data, or lines; comments have no data."""
+        buffer, are_lines = self._buffer, self._are_lines
+        is_event = not (buffer or are_lines) and data.startswith(b"data: ") and data.endswith(b"\n\n")
+        if is_event and data.find(b"\n") == len(data) - 2 and b"\r" not in data:  # one alone, as most pieces are
+            yield None, data[6:-2]
+            return
+        searched = max(0, len(buffer) - 3)
+        buffer += data
+        while (end := (_LINE_END if are_lines else _EVENT_END).search(buffer, searched)) is not None:
+            raw = bytes(buffer[: end.start()])
+            del buffer[: end.end()]
+            searched = 0
+            if are_lines:
+                yield None, raw
+            elif raw.startswith(b"data: ") and b"\n" not in raw and b"\r" not in raw:  # most are
+                yield None, raw[6:]
+            else:
+                fields = [line.partition(b":") for line in raw.splitlines()]
+                name = next((value.removeprefix(b" ") for key, _, value in fields if key == b"event"), None)
+                lines = [value.removeprefix(b" ") for key, _, value in fields if key == b"data"]
+                yield name, b" ".join(lines) if lines else None  # in JSON, a line break is but space
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise UpstreamFault(f"an event is larger than {MAX_EVENT_BYTES} bytes")

@@ -31,7 +31,7 @@ import msgspec
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, connect
-from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault, WholeAnswer
+from server.upstream.exchange import AnswerHead, Fields, Outgoing, UpstreamFault, WholeAnswer
 from server.upstream.settings import ModelSettings, UpstreamSettings
 from server.wire.tls import no_password
 
@@ -57,7 +57,7 @@ BLOCK_BYTES = 256  # of text, by which leading blocks are known
 BLOCK_TOKENS = 64  # likewise, of tokens
 MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
 MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
-JSON = ((b"content-type", b"application/json"),)
+JSON: Fields = ((b"content-type", b"application/json"),)
 PROTOCOLS = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
@@ -291,7 +291,7 @@ class Slot:
 class Access(NamedTuple):
     """What a model's upstreams are asked with."""
 
-    fields: tuple[tuple[bytes, bytes], ...] = ()  # the key
+    fields: Fields = ()  # the key
     tls: ssl.SSLContext | None = None  # None: no upstream has TLS
 
 
@@ -457,12 +457,7 @@ class Pool:
         return outgoing._replace(path=path, fields=(*self._fields, *outgoing.fields))
 
     async def ask(
-        self,
-        upstream: Upstream,
-        path: str,
-        most_bytes: int,
-        json: bytes | None = None,
-        fields: tuple[tuple[bytes, bytes], ...] = (),
+        self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None, fields: Fields = ()
     ) -> tuple[AnswerHead, bytes]:
         """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
         connection = await upstream.connection()
@@ -560,10 +555,8 @@ class Pool:
             and one.takes_requests(now_s)
             and one.num_active < min(self.settings.max_requests, one.most_requests)
         ]
-        if not free:
-            return None
-        if len(free) == 1:
-            return free[0]
+        if len(free) <= 1:
+            return free[0] if free else None
         region = min((one.settings.region for one in free), key=self._regions.index)
         near = [one for one in free if one.settings.region == region]
         return min(near, key=self._cost_of(slot, near, now_s))

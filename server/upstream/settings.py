@@ -60,17 +60,13 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     settings: dict[str, Any] = {}  # of its process, as the file's own: of the model and of the engine
     upstreams: Annotated[tuple[UpstreamSettings, ...], msgspec.Meta(max_length=256)] = ()  # that answer for it instead
     aliases: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)] = ()  # other names for it
-    fallbacks: Annotated[
-        tuple[_Name, ...], msgspec.Meta(max_length=8)
-    ] = ()  # of this list: they answer while it cannot
+    fallbacks: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=8)] = ()  # of this list, while it cannot answer
     upstream_model: _Name | None = None  # its name there; None: the same
     protocol: Literal["auto", "h2", "h1"] = "auto"  # h2: prior knowledge over http; auto: that, or else HTTP/1.1
     health: str = "/ready"  # answers 200 while the upstream takes requests
     silence_timeout: str | float | None = None  # a stream of which nothing comes for so long is broken off
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256  # in progress at each upstream; more wait here
-    tokenizer: _Name | None = (
-        None  # a model's directory, perhaps without weights, or GGUF file; None: bytes are counted
-    )
+    tokenizer: _Name | None = None  # a model's directory (weights not needed) or GGUF file; None: bytes are counted
     max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None  # that /v1/models shows; None: not known
     api_key_file: str | None = None  # holds the key towards the upstreams
     tls_ca: str | None = None  # of the upstreams; None: the system's

@@ -35,7 +35,7 @@ from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
 from server.relay import Relay, RelayHandle
-from server.relayed import PASSAGES, Bounds, Part, Passage, UpstreamAnswer, refusal_of
+from server.relayed import PASSAGES, Part, Passage, Passed, UpstreamAnswer, refusal_of
 from server.upstream import pool
 from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
@@ -524,7 +524,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
     body = orjson.dumps({"error": {"message": "why", "code": "some_code", "param": "n"}})
     for status, told in {400: 400, 422: 400, 413: 413, 401: 502, 404: 502, 429: 503, 500: 502, 503: 503}.items():
         for text in (body, b"", b"[]", b"nonsense", b'{"error":"why"}'):
-            assert status_of(refusal_of(status, text, AnswerHead(status, ()))) == told
+            assert status_of(refusal_of(AnswerHead(status, ()), text)) == told
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 )
 def test_a_refusal_bears_the_name_that_was_asked_for(there: str, message: str, told: str) -> None:
     body = orjson.dumps({"error": {"message": message}})
-    assert str(refusal_of(400, body, AnswerHead(400, ()), (there, "big"))) == told
+    assert str(refusal_of(AnswerHead(400, ()), body, (there, "big"))) == told
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_a_refusal_bears_the_name_that_was_asked_for(there: str, message: str, t
     ],
 )
 def test_a_refusal_tells_the_detail_of_fastapis_servers(detail: Any, told: str) -> None:
-    assert str(refusal_of(422, orjson.dumps({"detail": detail}), AnswerHead(422, ()))) == told
+    assert str(refusal_of(AnswerHead(422, ()), orjson.dumps({"detail": detail}))) == told
 
 
 def test_every_surface_has_a_passage() -> None:
@@ -728,7 +728,7 @@ async def test_a_document_that_takes_longer_than_its_first_token_may_is_complete
         (generation,) = active.values()
         assert isinstance(generation, Generation)
         handle: Any = generation._handles[0]
-        await wait_until(lambda: handle._asking is not None and handle._asking.done())
+        await wait_until(lambda: handle._late is not None and handle._late.done())
         goes_on.set()
         assert (await task).status == 200
 
@@ -1327,10 +1327,13 @@ ENDS_OF_EVENTS = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r", b"\nevent: \xff
 def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     passage: Passage, events: list[bytes], end: bytes
 ) -> None:
-    call = GenerationCall(model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True)
+    call = GenerationCall(
+        model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True, num_sequences=2
+    )
+    asked = Passed(call, passage, LeadingBlocks(0))
 
     def read(pieces: list[bytes]) -> tuple[list[Part], str]:
-        answer, parts = UpstreamAnswer(passage, call, "r1", Bounds(2)), list[Part]()
+        answer, parts = UpstreamAnswer(asked, "r1", False), list[Part]()
         try:
             for piece in pieces:
                 parts += answer.push(piece)
@@ -1343,13 +1346,16 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     whole = read([data])
     assert read([data[i : i + 1] for i in range(len(data))]) == whole
     assert all(choice in (0, 1) for part in whole[0] for choice in (*part.texts, *part.ends))
+    answer = UpstreamAnswer(asked, "r1", False)
+    answer.body += b"".join(events)
     with contextlib.suppress(UpstreamFault):
-        UpstreamAnswer(passage, call, "r1", Bounds(2)).document(b"".join(events))
+        answer.document()
 
 
 def test_what_waits_for_the_end_is_bounded() -> None:
-    call = GenerationCall(model="m", prompts=(), sampling=SamplingParams(max_tokens=5), includes_usage=True)
-    answer = UpstreamAnswer(next(iter(PASSAGES.values())), call, "r1", Bounds(1))
+    sampling = SamplingParams(max_tokens=5)
+    call = GenerationCall(model="m", prompts=(), sampling=sampling, includes_usage=True, is_stream=True)
+    answer = UpstreamAnswer(Passed(call, next(iter(PASSAGES.values())), LeadingBlocks(0)), "r1", False)
     last = b'data: {"choices":[],"usage":{"told":"%b"}}\n\n' % (b"x" * 3_000_000)
     assert [part.is_last for part in answer.push(last * 2)] == [True, True]
     with pytest.raises(UpstreamFault, match="last events are larger"):
