@@ -487,7 +487,7 @@ def named_tensors(names: list[str]) -> str:
 
 
 def bad_checkpoint(cause: str) -> BadCheckpoint:
-    return BadCheckpoint(cause, "download the model again, or name another with --model.")
+    return BadCheckpoint(cause, "download the model again, or name another.")
 
 
 class GgufReader:

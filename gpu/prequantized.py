@@ -134,7 +134,7 @@ def _groups(packing: PackedConfig, stored: Tensor | None, num_in: int, num_group
 
 
 def _bad(cause: str) -> BadCheckpoint:
-    return BadCheckpoint(cause, "download the model's directory again, or name another with --model.")
+    return BadCheckpoint(cause, "download the model's directory again, or name another.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from server.model_files import (
     stamps_of,
 )
 from server.observing.logs import LoggedLines, LogHandler
-from server.own_processes import DEVICES, Plan
+from server.own_processes import DEVICES, Plan, fix_of_entry
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
@@ -537,7 +537,7 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
         bound = config.models_memory_bytes
         plan = local_plan(process, {} if bound is None else dict.fromkeys(DEVICES, bound))
     except StartupError as error:
-        return f"{error.cause} Fix: {error.fix}"
+        return f"{error.cause} Fix: {fix_of_entry(error.fix)}"
     kv = f"{format_size(plan.kv_bytes)} of it KV, contexts of {plan.max_model_len:,} tokens"
     return f"when asked for, {format_size(plan.needed_bytes)} on {plan.device}, {kv}"
 

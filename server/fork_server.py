@@ -26,7 +26,7 @@ from core.errors import ExitCode, StartupError
 from server.cli import as_startup_error, run_server
 from server.engine_loader import keep_files, local_plan, share_code_pages
 from server.observing.logs import configure_logging, log_everything
-from server.own_processes import KEEP_SERIAL, READY_SERIAL, News, Order, Refusal
+from server.own_processes import KEEP_SERIAL, READY_SERIAL, News, Order, Refusal, fix_of_entry
 from server.supervision import ServiceManager
 
 ORDER_BYTES = 256 * 1024
@@ -150,7 +150,7 @@ def _serve(order: Order, line: socket.socket) -> int:
 def _refusal(error: StartupError) -> Refusal:
     """On one line each."""
     kind = _KINDS.get(error.exit_code, "the server's log says why")
-    return Refusal(" ".join(error.cause.split()), " ".join(error.fix.split()), kind)
+    return Refusal(" ".join(error.cause.split()), fix_of_entry(" ".join(error.fix.split())), kind)
 
 
 if __name__ == "__main__":

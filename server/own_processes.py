@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -266,6 +267,11 @@ def home_of_sockets() -> Path:
         cause = f"the directory for the sockets of models, {home}, has too long a name for Unix sockets"
         raise StartupError(cause, "TMPDIR=/tmp", ExitCode.CONFIGURATION)
     return home
+
+
+def fix_of_entry(fix: str) -> str:
+    """The fix of an error of a model's process, as its entry of [[models]] has it: without the flag --model."""
+    return re.sub(r"(?<!serve )--model (\S+)", r'path = "\1"', fix)
 
 
 def shown_end(status: int) -> str:

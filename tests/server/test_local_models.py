@@ -16,7 +16,7 @@ from core.errors import ServiceError, StartupError
 from server import engine_loader
 from server.config import ServerConfig
 from server.engine_loader import DEMO_DIRECTORY, keep_files, local_plan
-from server.fork_server import preload
+from server.fork_server import _refusal, preload
 from server.local_models import (
     FIRST_LATE_S,
     LEAST_LATE_S,
@@ -397,6 +397,15 @@ def test_a_model_that_needs_more_than_all_may_have_tells_what_they_have() -> Non
     config = ServerConfig(model=DEMO_DIRECTORY, device="cpu")
     with pytest.raises(StartupError, match=r"need .* 4.0 MiB free. All models have 4 MiB together. Fix: more --models"):
         local_plan(config, {"cpu": 4 * MIB})
+
+
+def test_a_broken_file_of_an_entry_is_told_by_the_entrys_fields(tmp_path: Path) -> None:
+    directory = shutil.copytree(DEMO_DIRECTORY, tmp_path / "model")
+    (weights := directory / "model.safetensors").write_bytes(b"broken")
+    for path, fix in ((weights, f'path = "{directory}"'), (directory, "download the model again, or name another.")):
+        with pytest.raises(StartupError) as raised:
+            local_plan(ServerConfig(model=path, device="cpu"), {})
+        assert _refusal(raised.value).fix == fix
 
 
 def test_a_fork_server_starts_on_a_cpu_that_lacks_the_kernels_instructions(
