@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -193,6 +194,7 @@ class Processes:
         self._hang_up()
         if self._server is not None:
             await self._loop.run_in_executor(None, self._server.wait)
+        shutil.rmtree(self.home, ignore_errors=True)  # where it was killed
 
     def _start_server(self) -> None:
         logger.info(

@@ -441,5 +441,6 @@ def test_an_order_to_a_fork_server_that_has_just_ended_is_lost_with_it(tmp_path:
         async with asyncio.timeout(60):
             await listener.lost.wait()
         await processes.close()
+        assert not processes.home.exists()
 
     asyncio.run(ordered())
