@@ -54,11 +54,24 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
     """In Lark's notation, or in GBNF, which has a rule for root. Raises InvalidRequest: it is too long."""
     if len(source.encode()) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"{param} is larger than {MAX_GRAMMAR_BYTES // 1024} KiB.", param)
+    is_gbnf = _GBNF_ROOT.search(source) is not None
+    return bounded(GrammarSpec(GrammarKind.GBNF if is_gbnf else GrammarKind.LARK, source, param))
+
+
+def check_client_grammar(spec: GrammarSpec) -> None:
+    """For a process of its own: an expression here may hold the GIL for 30 ms.
+
+    Args:
+        spec: of client_grammar.
+
+    Raises:
+        InvalidRequest: it has what cannot be enforced, a rule without an end, or too many rules or brackets.
+    """
+    source, param, is_gbnf = spec.source, spec.param, spec.kind is GrammarKind.GBNF
     if len(_RULE.findall(source)) > MAX_RULES:
         raise InvalidRequest(f"{param} has more than {MAX_RULES} rules.", param)
     if source.count("&") + source.count("~") > MAX_INTERSECTED:
         raise InvalidRequest(f"{param} has more than {MAX_INTERSECTED} of & and ~.", param)
-    is_gbnf = _GBNF_ROOT.search(source) is not None
     texts = _GBNF_TEXTS if is_gbnf else _LARK_TEXTS
     blanked = texts.sub(_blank, source)
     if not is_gbnf and (found := _LARK_REFUSED.search(blanked)):
@@ -76,13 +89,12 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
         deepest = max(deepest, num_open)
     if deepest > MAX_BRACKETS:
         raise InvalidRequest(f"{param} has more than {MAX_BRACKETS} brackets open at once.", param)
-    return bounded(GrammarSpec(GrammarKind.GBNF if is_gbnf else GrammarKind.LARK, source, param))
 
 
 def _blank(text: re.Match[str]) -> str:
     """As long, without what may look like rules and brackets: ' for a text, nothing for a comment."""
     first = " " if text[0].startswith(("//", "#")) else "'"
-    return first + re.sub(r"[^\n]", " ", text[0][1:])
+    return first + "\n".join(" " * len(line) for line in text[0][1:].split("\n"))
 
 
 def _lark_rules(blanked: str, heads: Sequence[re.Match[str]]) -> Iterator[tuple[str, list[str]]]:
@@ -90,7 +102,7 @@ def _lark_rules(blanked: str, heads: Sequence[re.Match[str]]) -> Iterator[tuple[
     for head, behind in zip_longest(heads, heads[1:]):
         body = blanked[head.end() : behind.start() if behind else None].partition("\n%")[0]
         is_known = not re.search("[%@:]|-(?!>)", body)
-        yield head["name"], _LARK_PARTS.findall(body) if is_known else []
+        yield head["name"], [part[0] for part in _LARK_PARTS.finditer(body)] if is_known else []
 
 
 def repeats(source: str) -> bool:

@@ -36,7 +36,7 @@ MAX_TAGS = 128
 # Between the tokens of JSON: nothing, a blank, or a line break with its indentation. Models that loop would otherwise
 # fill their context with blanks.
 WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
-_CONTROL = re.compile(r"\\u00[01]|\x7f")
+_CONTROLS = (r"\u000", r"\u001", "\x7f")  # in JSON
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 2**53  # beyond it the library rounds
 ANNOTATIONS = frozenset(
@@ -133,7 +133,7 @@ def escapes_in(source: str) -> str:
     Args:
         source: the schema as JSON.
     """
-    return r"nrbtf\"" + "u" * (_CONTROL.search(source) is not None)
+    return r"nrbtf\"" + "u" * any(control in source for control in _CONTROLS)
 
 
 @dataclass(frozen=True, slots=True)

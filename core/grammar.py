@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from core.client_grammars import GbnfReader, repeats
+from core.client_grammars import GbnfReader, check_client_grammar, repeats
 from core.constraints import (
     ENFORCED,
     FORMATS,
@@ -326,6 +326,8 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits.
         """
+        if spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
+            check_client_grammar(spec)
         if self.most_tokens is not None:
             allowance, most_characters = Allowance(), self.most_tokens * self._longest
             for one in (spec, *spec.schemas):

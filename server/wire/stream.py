@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
 from typing import Protocol
 
 from core.errors import ErrorKind, ServiceError
@@ -118,7 +119,7 @@ class HttpStream:
         self.on_blocked: Callable[[], None] | None = None
         self.on_unblocked: Callable[[], None] | None = None
         self._carrier = carrier
-        self._body = bytearray()  # not the pieces: many small ones would weigh more than they carry
+        self._body = BytesIO()  # not the pieces: many small ones would weigh more than they carry
         self.body_is_complete = not request.has_body
         self._body_error: ServiceError | None = None
         self._is_reading = False
@@ -169,8 +170,8 @@ class HttpStream:
         finally:
             self._is_reading = False
             self._waiter = None
-        body = bytes(self._body)
-        self._body.clear()
+        body = self._body.getvalue()  # not a copy
+        self._body = BytesIO()
         return body
 
     def _check_body(self, limit_bytes: int) -> None:
@@ -179,7 +180,7 @@ class HttpStream:
         if self._body_error is not None:
             raise self._body_error
         if self.num_body_bytes > limit_bytes:
-            self._body.clear()
+            self._body = BytesIO()
             raise _too_large(limit_bytes)
 
     def send_head(self, head: ResponseHead) -> None:
@@ -241,7 +242,7 @@ class HttpStream:
 
     def receive_body(self, data: bytes) -> None:
         self.num_body_bytes += len(data)
-        self._body += data
+        self._body.write(data)
         self._wake()
 
     def complete_body(self) -> None:
