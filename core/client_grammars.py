@@ -5,7 +5,7 @@ core/grammar.py compiles them. No I/O. Thread: any.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from core.constraints import (
     MAX_INTERSECTED,
@@ -59,14 +59,7 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
 
 
 def check_client_grammar(spec: GrammarSpec) -> None:
-    """For a process of its own: an expression here may hold the GIL for 30 ms.
-
-    Args:
-        spec: of client_grammar.
-
-    Raises:
-        InvalidRequest: it has what cannot be enforced, a rule without an end, or too many rules or brackets.
-    """
+    """Raises InvalidRequest: it has too much, no end, or what cannot be enforced. It may keep the GIL for 30 ms."""
     source, param, is_gbnf = spec.source, spec.param, spec.kind is GrammarKind.GBNF
     if len(_RULE.findall(source)) > MAX_RULES:
         raise InvalidRequest(f"{param} has more than {MAX_RULES} rules.", param)
@@ -83,11 +76,8 @@ def check_client_grammar(spec: GrammarSpec) -> None:
     for name in endless(dict(_lark_rules(blanked, heads))):
         offset = next(head.start("name") for head in heads if head["name"] == name)
         raise InvalidRequest(f"{param}: {place_in(source, offset)}: {NO_END.format(name)}", param)
-    num_open = deepest = 0
-    for bracket in re.findall(r"[(\[{)\]}]", blanked):
-        num_open += 1 if bracket in "([{" else -1
-        deepest = max(deepest, num_open)
-    if deepest > MAX_BRACKETS:
+    steps = (1 if bracket in "([{" else -1 for bracket in re.findall(r"[(\[{)\]}]", blanked))
+    if max(accumulate(steps), default=0) > MAX_BRACKETS:
         raise InvalidRequest(f"{param} has more than {MAX_BRACKETS} brackets open at once.", param)
 
 

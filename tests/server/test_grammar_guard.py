@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from core import grammar
 from core.client_grammars import client_grammar
 from core.constraints import GrammarKind, GrammarSpec, json_schema, regex
 from core.errors import ErrorKind, InvalidRequest, ServiceError
@@ -21,9 +22,9 @@ def compiler() -> GuardedCompiler:
 
 
 def chain(num: int) -> GrammarSpec:
-    """Past the checks of core/constraints.py."""
+    """A grammar of ours: past the checks of clients'."""
     rules = "\n".join(f'a{i}: "x" a{i + 1}' for i in range(num))
-    return GrammarSpec(GrammarKind.LARK, f'start: a0\n{rules}\na{num}: "y"', "guided_grammar")
+    return GrammarSpec(GrammarKind.TAGGED, f'start: a0\n{rules}\na{num}: "y"', "guided_grammar")
 
 
 def test_a_grammar_that_crashes_the_library_is_refused_and_the_next_one_is_compiled() -> None:
@@ -48,6 +49,16 @@ def test_refusals_are_the_librarys() -> None:
         compiler().compile(client_grammar("start: nowhere", "guided_grammar"))
     assert refused.value.param == "guided_grammar"
     assert "nowhere" in refused.value.message
+
+
+def test_what_keeps_the_gil_for_long_runs_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(grammar, "check_client_grammar", checked.append)  # in this process
+    guarded = compiler()
+    with pytest.raises(InvalidRequest, match="more than 500 rules"):
+        guarded.compile(client_grammar('start: "a"\n' + 'a: "b"\n' * 500, "guided_grammar"))
+    assert guarded.compile(client_grammar('start: "a"', "guided_grammar")).start().num_accepted == 0
+    assert not checked
 
 
 def test_without_a_second_process_grammars_are_compiled_all_the_same(
