@@ -283,11 +283,10 @@ class Relay:
         if not settings.trusted:
             message = f"The server that answers for this model has no {path} that is known here. Ask another model's."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
-        names = ("", "")
+        asked = settings.name
         if body is not None:
             fields = parse_object(body)
-            asked = str(fields.get("model") or settings.name)
-            names = settings.name_there(asked), asked
+            asked = str(fields.get("model") or asked)
             body = address_to(settings, fields, salts_of(caller.tenant, fields.get("cache_salt")))
         hops = _hops_on()
         slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
@@ -302,7 +301,7 @@ class Relay:
         finally:
             slot.leave()
         if head.status != 200:
-            raise refusal_of(head, answer, names, is_trusted=True)
+            raise refusal_of(head, answer, settings, asked)
         return answer
 
 
@@ -315,15 +314,6 @@ def _hops_on() -> tuple[bytes, bytes]:
 
 
 # On its way.
-
-
-class _Record(msgspec.Struct):
-    """Of ToldRequest at a server of our own, perhaps of another version."""
-
-    state: str = ""
-    num_prompt_tokens: int | None = None
-    num_completion_tokens: int | None = None
-    num_cached_tokens: int | None = None
 
 
 class RelayHandle:
@@ -475,9 +465,7 @@ class RelayHandle:
         self._try_elsewhere(self._pool.error_of(fault), takes_same=True if is_safe else None)
 
     def _be_refused(self, head: AnswerHead) -> None:
-        settings, asked = self._pool.settings, self._call.model
-        names = settings.name_there(asked), asked
-        error = refusal_of(head, bytes(self._answer.body), names, settings.trusted)
+        error = refusal_of(head, bytes(self._answer.body), self._pool.settings, self._call.model)
         is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
         self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503 or is_late)
         if (head.status >= 500 or head.status == 429) and not is_late and error.code != LOOP:
@@ -638,12 +626,12 @@ class RelayHandle:
     async def _end_as_told(self, upstream: Upstream) -> None:
         """After a cancel: with the usage that a server of our own records under our id, if it tells in time."""
         if (record := await self._record_there(upstream, at_end=True)) is not None:
-            counts = record.num_prompt_tokens, record.num_completion_tokens, record.num_cached_tokens
-            self._answer.usage = Usage(*(one or 0 for one in counts))
+            counts = (record.get(f"num_{one}_tokens") or 0 for one in ("prompt", "completion", "cached"))
+            self._answer.usage = Usage(*counts)
         self._end()
 
-    async def _record_there(self, upstream: Upstream, at_end: bool = False) -> _Record | None:
-        """How the request goes at a server of our own, or has gone; None: it does not tell in TELL_S."""
+    async def _record_there(self, upstream: Upstream, at_end: bool = False) -> dict[str, Any] | None:
+        """How the request goes at a server of our own, or has gone: a ToldRequest. None: it does not tell in TELL_S."""
         path, wait_s = "/v1/requests/" + self.request.request_id, TELL_AFTER_S
         try:
             async with asyncio.timeout(TELL_S):
@@ -651,8 +639,8 @@ class RelayHandle:
                     head, body = await self._pool.ask(upstream, path, MAX_ERROR_BYTES)
                     if head.status != 200:
                         raise UpstreamFault(f"it answers with the status {head.status}")
-                    record = msgspec.json.decode(body, type=_Record)
-                    if not at_end or record.state in ("done", "failed"):
+                    record = msgspec.json.decode(body, type=dict[str, Any])
+                    if not at_end or record.get("state") in ("done", "failed"):
                         return record
                     await asyncio.sleep(wait_s)
                     wait_s *= 2

@@ -267,8 +267,8 @@ _read_message = msgspec.json.Decoder(_Message, strict=False).decode
 def usage_of(told: Mapping[str, Any]) -> Usage:
     """Of chat and completions, responses, messages, Ollama's and infill. Raises ValueError: no request uses so much."""
     counts = dict(told)
-    for part in ("prompt", "completion", "input", "output"):
-        if isinstance(details := told.get(f"{part}_tokens_details"), dict):
+    for name, details in told.items():
+        if name.endswith("_tokens_details") and isinstance(details, dict):
             counts |= details
 
     def count(*names: str) -> int:
@@ -485,20 +485,17 @@ class UpstreamAnswer:
             hides_usage: it has an event of its own, which some servers leave to the last choice's.
         """
         fields = _read_fields(data)
-        if hides_usage and "usage" in fields:
-            fields["usage"] = _NULL
+        fields |= {name: own for name, own in self._names.items() if name in fields}
         for name in ("response", "message") if self._form == "names" else ():
             if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
-                fields[name] = msgspec.Raw(_encode(self._with_names(_read_fields(inner))))
-        return _encode(self._with_names(fields))
-
-    def _with_names(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-        fields |= {name: own for name, own in self._names.items() if name in fields}
-        if self._tells_nonsense and bytes(fields.get("usage", _NULL)) != b"null":
+                fields[name] = msgspec.Raw(self._renamed(bytes(inner)))
+        if hides_usage and "usage" in fields:
+            fields["usage"] = _NULL
+        elif self._tells_nonsense and bytes(fields.get("usage", _NULL)) != b"null":
             usage = self.estimated()
             counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": usage.num_completion_tokens}
             fields["usage"] = msgspec.Raw(_encode(counts if self._form == "names" else usage_object(usage)))
-        return fields
+        return _encode(fields)
 
 
 def _decoded(data: bytes) -> _Message:
@@ -581,7 +578,7 @@ def _renamed_in(message: str, there: str, asked: str) -> str:
     """With the name that was asked for in place of the model's name there: where it is quoted, or is no mere word."""
     name = re.escape(there)
     bare = "" if there.isalpha() else rf"|(?<![\w/-]){name}(?![\w/-])"
-    return re.sub(rf"(?<=['\"`]){name}(?=['\"`]){bare}", lambda _: asked, message) if there else message
+    return re.sub(rf"(?<=['\"`]){name}(?=['\"`]){bare}", lambda _: asked, message)
 
 
 def _detail_of(document: dict[str, Any]) -> str | None:
@@ -604,14 +601,11 @@ def loop_error() -> ServiceError:
     return ServiceError(ErrorKind.UPSTREAM, message, LOOP)
 
 
-def refusal_of(
-    head: AnswerHead, body: bytes, names: tuple[str, str] = ("", ""), is_trusted: bool = False
-) -> ServiceError:
+def refusal_of(head: AnswerHead, body: bytes, settings: ModelSettings, asked: str) -> ServiceError:
     """The error for the client of a request that an upstream has refused.
 
     Args:
-        names: of the model, there and as it was asked for.
-        is_trusted: it is a server of our own, whose missed deadline is the request's.
+        asked: the model's name, as the client has it.
     """
     try:
         document = parse_object(body)
@@ -624,14 +618,14 @@ def refusal_of(
     )
     message = message or _detail_of(document)
     told = message or f"The server behind this one refused the request, with the status {status}."
-    message = _renamed_in(told, *names)
+    message = _renamed_in(told, settings.name_there(asked), asked)
     if status in _PASSED_ON:
         return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
     if status in (429, 503):
         after = head.field(b"retry-after") or b""
         retry_s = min(float(after), 60.0) if after.isdigit() else 1.0
         return ServiceError(ErrorKind.UNAVAILABLE, message, code or "overloaded", retry_after_s=retry_s)
-    if is_trusted and (status, code) == (504, "deadline_exceeded"):
+    if settings.trusted and (status, code) == (504, "deadline_exceeded"):  # the request's, and not the server's
         error_type = OwnDeadlineExceeded if head.field(b"x-should-retry") is None else ServiceError
         return error_type(ErrorKind.DEADLINE_EXCEEDED, message, code)
     if (status, code) == (502, LOOP):

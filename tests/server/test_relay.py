@@ -524,7 +524,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
     body = orjson.dumps({"error": {"message": "why", "code": "some_code", "param": "n"}})
     for status, told in {400: 400, 422: 400, 413: 413, 401: 502, 404: 502, 429: 503, 500: 502, 503: 503}.items():
         for text in (body, b"", b"[]", b"nonsense", b'{"error":"why"}'):
-            assert status_of(refusal_of(AnswerHead(status, ()), text)) == told
+            assert status_of(refusal_of(AnswerHead(status, ()), text, model("http://h:1"), "big")) == told
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 )
 def test_a_refusal_bears_the_name_that_was_asked_for(there: str, message: str, told: str) -> None:
     body = orjson.dumps({"error": {"message": message}})
-    assert str(refusal_of(AnswerHead(400, ()), body, (there, "big"))) == told
+    assert str(refusal_of(AnswerHead(400, ()), body, model("http://h:1", upstream_model=there), "big")) == told
 
 
 @pytest.mark.parametrize(
@@ -550,16 +550,7 @@ def test_a_refusal_bears_the_name_that_was_asked_for(there: str, message: str, t
     ],
 )
 def test_a_refusal_tells_the_detail_of_fastapis_servers(detail: Any, told: str) -> None:
-    assert str(refusal_of(AnswerHead(422, ()), orjson.dumps({"detail": detail}))) == told
-
-
-def test_every_surface_has_a_passage() -> None:
-    assert {one.path for one in PASSAGES.values() if not one.is_parts and one.form != "document"} == {
-        b"/v1/chat/completions",
-        b"/v1/completions",
-        b"/v1/responses",
-        b"/v1/messages",
-    }
+    assert str(refusal_of(AnswerHead(422, ()), orjson.dumps({"detail": detail}), model("http://h:1"), "big")) == told
 
 
 # Upstreams that are not ours: what one says byte by byte.
