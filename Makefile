@@ -26,7 +26,7 @@
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
 # PYTHON=python3.12 the interpreter .venv is made with (3.11 or newer)
 # ARGS="..."        more flags for `steploop serve`
-# TEST_WORKERS=4    processes that the tests share, a file of them at a time (2); the slow ones run alone
+# TEST_WORKERS=4    processes that the tests share, a file of them at a time (2); slow ones with servers run alone
 # BUILD_JOBS=1      compilers at a time for `make peers`; otherwise one for each core
 
 PYTHON ?= python3
@@ -39,9 +39,8 @@ TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl promtool s
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest
 TEST_WORKERS ?= 2
 SHARED := --numprocesses $(TEST_WORKERS) --dist loadfile
-# What numpy multiplies matrices with on other CPUs, of what this one can run: nothing of ours may rest on its rounding
-OTHER_BLAS := $(if $(shell grep -wm1 avx2 /proc/cpuinfo),Haswell Zen) $(if $(shell grep -wm1 avx512vl /proc/cpuinfo),SkylakeX)
-BIT_TESTS := tests/gpu/kernels tests/gpu/cpu_kernels tests/gpu/test_linear.py
+# Slow ones that start no servers and measure no times: two beside each other find what one alone finds
+SLOW_BESIDE_OTHERS := tests/core tests/gpu tests/server
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 BUILD_JOBS ?= $(shell nproc)
 
@@ -90,10 +89,9 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(PYTEST) -q $(SHARED) -m "not slow and not gpu" tests
-	for kernels in $(OTHER_BLAS); do \
-		OPENBLAS_CORETYPE=$$kernels $(PYTEST) -q $(SHARED) -m "bits and not gpu" $(BIT_TESTS) || exit 1; done
 	@$(MAKE) --no-print-directory clients || echo "not installed: agents' packages (tests that need them are skipped)"
-	$(PYTEST) -q -m "slow and not gpu" tests
+	$(PYTEST) -q $(SHARED) -m "slow and not gpu" $(SLOW_BESIDE_OTHERS)
+	$(PYTEST) -q -m "slow and not gpu" $(addprefix --ignore=,$(SLOW_BESIDE_OTHERS)) tests
 
 CLIENTS := $(VENV)/clients
 AI_SDK := @ai-sdk/openai-compatible@2.0.92 ai@6.0.326 openai@7.57.0 zod@4.6.7

@@ -249,3 +249,15 @@ def test_no_group_of_several_ways_is_repeated_possessively() -> None:
         if repeated.search(path.read_text())
     }
     assert not found
+
+
+PRODUCTS = {"dot", "matmul", "inner", "vdot", "einsum", "tensordot", "linalg"}
+
+
+@pytest.mark.parametrize("path", [*files_of("gpu/cpu_kernels"), *files_of("gpu/kernels")], ids=str)
+def test_a_kernel_leaves_no_product_to_numpy(path: Path) -> None:
+    """Whose BLAS adds in an order that depends on the CPU: what a kernel promises of last bits holds on any."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        assert not isinstance(node, ast.MatMult)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("np", "numpy"):
+            assert node.attr not in PRODUCTS

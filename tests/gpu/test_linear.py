@@ -33,7 +33,6 @@ def test_packed_matmuls_equal_plain_ones(rows: int, has_bias: bool) -> None:
     assert torch.allclose(got.float(), want.float(), rtol=0.02, atol=0.05)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(("dtype", "is_packed"), [("bfloat16", True), ("bfloat16", False), ("float32", False)])
 @pytest.mark.parametrize(("num_out", "num_in"), [(256, 4096), (896, 4864), (64, 1408), (1152, 896)])
 def test_a_rows_product_is_the_same_to_the_last_bit_however_many_there_are(

@@ -94,7 +94,6 @@ def test_one_score_far_above_the_others_takes_its_value_whole(kernels: PagedAtte
     assert torch.equal(case.attend(kernels, Scores(1.0))[-1, :64], case.kv.values[slot, 0])
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_a_token_is_rounded_the_same_in_any_chunk(kernels: PagedAttention, window: int | None, is_int8: bool) -> None:
@@ -105,7 +104,6 @@ def test_a_token_is_rounded_the_same_in_any_chunk(kernels: PagedAttention, windo
         assert torch.equal(case.chunk(start, end).attend(kernels), whole[start:end])
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 21, 100, 700])
 @pytest.mark.parametrize(("num_kv_heads", "per_kv", "head_dim"), [(2, 7, 64), (8, 3, 32)])
 @pytest.mark.parametrize(

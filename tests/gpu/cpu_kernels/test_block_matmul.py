@@ -117,7 +117,6 @@ def test_parts_of_several_formats_are_one_matrix() -> None:
     assert torch.allclose(matmul(x), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_is_rounded_the_same_in_any_company(name: str) -> None:
     matmul = BlockMatmul(BlockWeight(torch.bfloat16, (packed_of(name, 192, 1024)[0],)), None)

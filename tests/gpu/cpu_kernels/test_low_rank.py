@@ -32,7 +32,6 @@ def product(parts: tuple[tuple[int, int], ...]) -> tuple[torch.Tensor, torch.Ten
     return noise(num_ranks, NUM_IN) / NUM_IN**0.5, up
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_products_are_torchs_and_rounded_the_same_in_any_company(
     num_threads: int, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,6 @@ def test_matmuls_are_torchs(
     assert torch.allclose(matmul(x).float(), want, rtol=2.0**-8, atol=1e-3)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(("num_out", "num_in"), [(192, 2176), (896, 4864), (1152, 896), (64, 4096)])
 def test_a_row_is_rounded_the_same_in_any_company(make: KernelOperators, num_out: int, num_in: int) -> None:
     """With one thread or two, of a panel and of several, of a piece of one block and of several."""

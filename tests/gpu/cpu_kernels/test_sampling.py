@@ -101,7 +101,6 @@ def test_the_search_finds_the_largest_number_that_enough_reach(numbers: list[flo
     assert largest_reaching(values, weights, needed) == want
 
 
-@pytest.mark.bits
 def test_noise_is_torchs_to_the_last_bit() -> None:
     key, token_ids = 2**63 + 12345, np.arange(20_000)
     found = np.array([noise_of(np.float32(uniform_of(np.uint64(key), token))) for token in token_ids], dtype=np.float32)

@@ -75,7 +75,6 @@ def test_scores_are_scaled_capped_and_shared_with_sinks(
     assert_near(case.attend(small_kernels(), scores), case.want(scores))
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: torch.device) -> None:
     """To the last bit: beside longer and shorter rows, beside prompts, and by however many programs."""
@@ -85,7 +84,6 @@ def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: to
     case.assert_each_row_is_the_same_alone(small_kernels(), whole)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("per_kv", [1, 3])
 def test_a_token_is_rounded_the_same_in_any_chunk(window: int | None, per_kv: int, device: torch.device) -> None:

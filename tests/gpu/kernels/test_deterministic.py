@@ -29,10 +29,7 @@ from tests.gpu.test_overlap import EOS
 from tests.workload import Workload, WorkloadRun
 
 __all__ = ["hopper", "on_a_cpu", "uncounted"]  # fixtures
-pytestmark = [
-    pytest.mark.bits,
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 NUM_OUT, NUM_IN = 48, 1024
 
 

@@ -108,7 +108,6 @@ def test_all_tokens_may_choose_the_same(device: torch.device) -> None:
     assert (grouped(EXPERTS, weights)(x) - want).abs().max() <= 2e-6 * want.abs().max()
 
 
-@pytest.mark.bits
 def test_a_token_is_computed_in_the_same_way_in_any_company(device: torch.device) -> None:
     experts = grouped(EXPERTS, weights_of(torch.float32, device))
     x = noise(7, SMALL_ROWS, HIDDEN).to(device)

@@ -110,7 +110,6 @@ def test_what_is_not_known_is_told() -> None:
     assert not can_multiply(QuantizedWeight(torch.float32, torch.ones(8, 24, dtype=torch.uint8), narrow, narrow))
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_is_multiplied_in_the_same_way_in_any_company(
     form: str, dtype: torch.dtype, device: torch.device
