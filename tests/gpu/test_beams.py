@@ -112,7 +112,7 @@ def test_answers_of_recurrent_layers_are_those_of_transformers(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAMILIES)[::5])
 def test_answers_of_hundreds_of_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    check(save_random_model(name, tmp_path), 25, seed=1)
+    check(save_random_model(name, tmp_path), 14, seed=1)
 
 
 def mixed_workload(rng: random.Random) -> Workload:
@@ -146,7 +146,7 @@ def test_equal_sums_rank_the_same_in_any_company(name: str, dtype: str, tmp_path
     """Order and logprobs too, beside requests that ask for more of the likeliest: torch orders equal ones by that."""
     directory = EMBEDDED if name == "embedded" else save_random_model(name, tmp_path)
     runner = open_runner(directory, replace(ENGINE, dtype=dtype, kv_memory_bytes=2**25))
-    for seed in range(2):
+    for seed in range(1):
         rng = random.Random(seed)
         shown = SamplingParams(max_tokens=30, num_logprobs=3)
         asked = [structs.replace(draw_request(rng, f"r{number}", 20), sampling=shown) for number in range(6)]

@@ -190,20 +190,22 @@ def test_a_draft_model_changes_no_token_of_hundreds_of_requests(
     monkeypatch.setattr(DraftBudget, "is_empty", False)
     monkeypatch.setattr(DraftBudget, "allows", lambda *_: True)
     directory = model_directory("llama3")
-    check_model(directory, directory, dtype, range(100, 108))
+    check_model(directory, directory, dtype, range(100, 105))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_token_of_hundreds_of_requests(model_directory: Callable[[str], Path], dtype: str) -> None:
-    check(opened(model_directory("llama3"), dtype), range(100, 125))
+    check(opened(model_directory("llama3"), dtype), range(100, 112))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "quantize"),
     [
-        *(("llama3", dtype, scheme) for dtype in ("float32", "bfloat16") for scheme in ("int8", "int4", "fp8")),
+        ("llama3", "bfloat16", "int8"),
+        ("llama3", "float32", "int4"),
+        ("llama3", "bfloat16", "fp8"),
         ("qwen2_moe", "float32", None),
         ("qwen2_moe", "bfloat16", "int8"),
         ("lfm2", "float32", None),
