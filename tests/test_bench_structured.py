@@ -13,6 +13,8 @@ def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(structured, "VOCABULARIES", (400, 2000))
     monkeypatch.setattr(structured, "TEXT_BYTES", 200_000)
+    monkeypatch.setattr(structured, "texts", lambda: [path.read_text() for path in sorted(Path("docs").glob("*.md"))])
+    monkeypatch.setattr(structured, "NUM_ROWS", 8)
     out = tmp_path / "structured.json"
     assert structured.main(["--model", str(DEMO_MODEL), "--quick", "--threads", "1", "--json", str(out)]) == 0
     masks, steps, first, forced = read_result(out).tables
