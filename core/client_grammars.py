@@ -182,7 +182,7 @@ class GbnfReader:
             _, name, offset = self._take("name")
             self._take("defines")
             if "\0" + name in self._rules:
-                raise self._refusal(f"the rule {name} is there already", offset)
+                raise self._refusal(f"the rule {name} is defined twice", offset)
             self._defined["\0" + name] = offset
             self._written = []
             self._alternatives()
@@ -263,7 +263,7 @@ class GbnfReader:
         if counts:
             least, most = counts[0], counts[-1] if counts[1:] or "," not in token else None
             if most is not None and most < least:
-                raise self._refusal(f"{token} ends below where it begins", offset)
+                raise self._refusal(f"{token} ends below its start", offset)
             token = f"{{{least},{'' if most is None else most}}}"
         self._written.insert(begin, "(")
         self._written += [")", token]
@@ -282,7 +282,7 @@ class GbnfReader:
                 high = characters[i + 2]
                 i += 2
             if high < low:
-                raise self._refusal(f"the range {low}-{high} ends below where it begins", offset)
+                raise self._refusal(f"the range {low}-{high} ends below its start", offset)
             written += f"\\x{{{ord(low):x}}}-\\x{{{ord(high):x}}}"
             i += 1
         if not written and not is_other:

@@ -167,7 +167,7 @@ def positive_int(config: Mapping[str, Any], name: str, default: int | None = Non
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise bad_field(f"{name}={value!r} is not a positive integer.")
     if value > at_most:
-        raise bad_field(f"{name}={value} is more than any model has: {at_most} at most.")
+        raise bad_field(f"{name}={value} is too large: no known model has more than {at_most}.")
     return value
 
 

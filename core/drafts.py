@@ -251,7 +251,7 @@ class Drafts:
         try:
             proposed, self._caught_up_s, drafting_s = model.propose(wishes)
         except Exception:  # no request depends on it
-            logger.exception("the draft model has failed: from now on there are no drafts by it")
+            logger.exception("the draft model failed and is no longer used")
             self._model = None
             return
         self.drafting_s = self._caught_up_s + drafting_s

@@ -1,14 +1,13 @@
-"""Drives the steps: inbox, plan, forward, sample, collect, apply, deliver. Runs on the engine
-thread and starts no thread of its own.
+"""Drives the steps: inbox, plan, forward, sample, collect, apply, deliver. Thread: engine; starts no other thread.
 
 Where the runner allows two steps in flight, the next one is planned and sent before the oldest is collected, so that
-the device has work while the host reads and plans. What only a result shows (an end, a failed row) takes effect one
+the device has work while the host reads and plans. Whatever only a result shows (an end, a failed row) takes effect one
 step late.
 
-The engine never waits: step() says whether there was work, and its caller waits for the inbox. It turns faults into
-ends of requests: of a row, of a step that raises (see SentSteps), of the device.
-When idle it checks the scheduler's block and sequence accounting, and breaks if it is inconsistent. After IDLE_S
-without a request, the runner may do work of its own in slices, between which the engine looks at the inbox.
+The engine never waits: step() returns whether there was work, and its caller waits for the inbox. Faults of a row, of
+a step that raises (see SentSteps) or of the device end the requests concerned. When idle, the engine checks the
+scheduler's block and sequence accounting, and raises if it is inconsistent. After IDLE_S without a request, the runner
+may do its own work in slices; the engine checks the inbox between them.
 """
 
 import logging
@@ -56,7 +55,7 @@ _ENGINE_FAULT = "The server's engine failed. Try again once the server has resta
 
 
 class EngineBroken(Exception):
-    """The engine cannot go on and every request has its terminal chunk: the process has nothing left to do."""
+    """The engine cannot continue, and every request has its terminal chunk: the process can only end."""
 
 
 @dataclass(slots=True)
@@ -71,15 +70,15 @@ class _Sent:
 class SentSteps:
     """Sends plans to the runner and collects their outputs, in the same order.
 
-    A step that raises while it is sent is computed again once those before it have come back, and bisected to the rows
-    that raise. So is one that raises when it is collected, unless another was sent behind it: that one has read what
-    may never have been written, and both are lost.
+    A step that raises while it is sent is computed again once the earlier ones have come back, and bisected to find
+    the rows that raise. So is one that raises when it is collected, unless another was sent after it: that one may
+    have read memory that was never written, and both are lost.
 
-    A step whose rows sample under grammars is sampled once the steps before it were applied: their tokens decide the
-    masks. Meanwhile the device computes its logits.
+    A step with grammars is sampled only after the earlier steps were applied, because their tokens decide the masks.
+    Meanwhile the device computes its logits.
 
     Args:
-        runner: anything it raises but DeviceError is attributed to some rows.
+        runner: anything it raises except DeviceError is attributed to some rows.
         restart: Scheduler.restart.
         masks: Drafts.masks.
     """
@@ -100,7 +99,7 @@ class SentSteps:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last one raised: nothing can be sent behind it."""
+        """Whether the last one raised: nothing can be sent after it."""
         return bool(self._sent) and self._sent[-1].ticket is None
 
     def send(self, plan: StepPlan) -> None:
@@ -144,7 +143,7 @@ class SentSteps:
         return None
 
     def forget(self) -> None:
-        """Never collect what was sent."""
+        """Drop what was sent, without collecting it."""
         self._sent.clear()
 
     def _start(self, plan: StepPlan) -> Any:
@@ -169,13 +168,13 @@ class SentSteps:
                 yield from self._rerun(plan, range(rows.start, middle))
                 yield from self._rerun(plan, range(middle, rows.stop))
                 return
-            logger.error("row %d of the step is guilty: %r", rows.start, error)
+            logger.error("row %d of the step caused the failure: %r", rows.start, error)
             output = StepOutput(np.empty(0, np.int32), np.empty(0, np.int32), failed_rows={0: _STEP_FAILED})
         yield rows.start, output
 
 
 def _attempt(work: Callable[[Any], Result], argument: Any, num_rows: int) -> Result | None:
-    """None: it raised, whatever a model can raise. The rows that raise again when bisected are the guilty ones.
+    """Returns None if it raised anything but DeviceError; bisecting then finds the rows that raise again.
 
     Raises:
         DeviceError: the device is lost.
@@ -190,7 +189,7 @@ def _attempt(work: Callable[[Any], Result], argument: Any, num_rows: int) -> Res
 
 
 def _joined(parts: Iterable[tuple[int, StepOutput]]) -> StepOutput:
-    """One output of a plan, from those of its parts with their first rows."""
+    """Join the outputs of a plan's parts, given with their first rows."""
     rows, token_ids = list[Int32Array](), list[Int32Array]()
     logprobs, prompt_logprobs = dict[int, TokenLogprobs](), dict[int, list[TokenLogprobs]]()
     failed_rows, pooled, num_tokens = dict[int, str](), dict[int, bytes](), 0
@@ -211,12 +210,12 @@ class Engine:
     Args:
         runner: see SentSteps.
         clock: monotonic seconds.
-        inbox: messages of the loop, oldest first. Only popped here, from the left.
-        deliver: called with the news of each step, and with news that needs no step.
-        store: is given the cached blocks when no more steps come; None: they are forgotten.
-        check: called when idle; raises DeviceError if the device is lost. None: the next step will raise.
+        inbox: messages from the loop, oldest first. Only popped here, from the left.
+        deliver: called with each step's output, and with events between steps.
+        store: receives the cached blocks after the last step; None: they are dropped.
+        check: called when idle; raises DeviceError if the device is lost. None: only the next step notices.
         idle_work: the runner's own work for an idle server, once after start and after each busy phase: each next() is
-            a slice of some tens of ms. It is closed between two slices when a step comes, and begun anew next time.
+            a slice of some tens of ms. It is closed between slices when a request comes, and restarted next time.
     """
 
     def __init__(
@@ -248,7 +247,7 @@ class Engine:
 
         Raises:
             EngineBroken: the device is lost, or the accounting is inconsistent; all requests have been answered,
-                also those just submitted.
+                even those just submitted.
         """
         self._drain_inbox()
         if self._broken is not None:
@@ -284,11 +283,11 @@ class Engine:
             self._sent.send(plan)
 
     def tell_blocks(self, tell: Callable[[BlockChange], None]) -> None:
-        """Have `tell` called, on the engine thread, with each block that can be found now, or no more."""
+        """Call `tell`, on the engine thread, for each block that enters or leaves the prefix cache."""
         self._scheduler.pool.on_change = tell
 
     def wait_s(self) -> float | None:
-        """How long the caller may wait for a message after step() returned False; None: for ever."""
+        """How long the caller may wait for a message after step() returned False; None: without limit."""
         if self._idle_since is None:
             return None
         return max(0.0, self._idle_since + IDLE_S - self._clock())
@@ -342,7 +341,7 @@ class Engine:
         self._flush()
 
     def close(self) -> None:
-        """Store what the next process can use, when no more steps come. Results in flight are not delivered."""
+        """After the last step, store the blocks that the next process can use. Results in flight are not delivered."""
         if self._store is None or self._broken is not None:
             return
         try:
@@ -355,10 +354,10 @@ class Engine:
         self._store.keep(self._scheduler.offload_kept())
 
     def _drop_forgotten(self, is_asked: bool = False) -> None:
-        """Tell the store which slots were forgotten, at once: no step may come, and the process may be killed.
+        """Tell the store which slots were dropped, at once: there may be no next step, and the process may be killed.
 
         Args:
-            is_asked: retry earlier deletions that failed, even if nothing new is to be deleted.
+            is_asked: retry failed deletions, even if there is nothing new to delete.
         """
         slots = self._scheduler.host.take_dropped()
         if (slots or is_asked) and self._store is not None:
@@ -373,7 +372,7 @@ class Engine:
         try:
             check_conservation(self._scheduler)
         except InconsistentAccounting as error:
-            logger.critical("the engine is idle and its accounting is inconsistent, a fault in this program: %s", error)
+            logger.critical("the engine is idle and its accounting is inconsistent, a bug: %s", error)
             self._break(_ENGINE_FAULT, error)
 
     def _flush(self) -> None:
@@ -420,11 +419,11 @@ class Engine:
 
 
 class InconsistentAccounting(Exception):
-    """Blocks, slots or sequences are counted differently in two places: a bug, after which no answer can be trusted."""
+    """Two counts of blocks, slots or sequences differ: a bug, after which no answer can be trusted."""
 
 
 def check_conservation(scheduler: Scheduler) -> None:
-    """Check that every block, slot and sequence is in one place. O(live sequences and the blocks that they hold).
+    """Check that every block, slot and sequence is in one place. O(live sequences and their blocks).
 
     Raises:
         InconsistentAccounting: it names the counts that differ.
@@ -535,7 +534,7 @@ def _queues(states: SequenceStates, now: float) -> list[QueueState]:
 
 
 def _waiting(states: SequenceStates) -> list[Sequence]:
-    """The sequences that the queue should have."""
+    """The sequences that should be in the queue."""
     return [
         sequence
         for group in states.groups.values()

@@ -103,11 +103,11 @@ class ExitCode(enum.IntEnum):
     MODEL = 4, "the model is missing, incomplete or of an unsupported architecture"
     MEMORY = 5, "weights or KV cache do not fit"
     PORT = 6, "the address cannot be listened on"
-    DEVICE = 7, "the device asked for is not there or cannot do what was asked"
+    DEVICE = 7, "the requested device is missing, or cannot do what was requested"
     VERSION = 8, "a dependency is missing or older than its security floor"
     UNREACHABLE = 9, "no server answers there, it refused, or a request failed (chat, bench)"
     ENGINE = 10, "the engine broke while serving"
-    TRANSIENT = 11, "what prevents the start may pass: a full disk, a ledger or directory that another server has"
+    TRANSIENT = 11, "a temporary obstacle: a full disk, or a ledger or directory that another server uses"
 
 
 class StartupError(Exception):
@@ -146,7 +146,7 @@ class BadAdapter(StartupError):
 
     exit_code = ExitCode.MODEL
 
-    def __init__(self, cause: str, fix: str = "leave this adapter out, or convert it") -> None:
+    def __init__(self, cause: str, fix: str = "remove this adapter, or convert it") -> None:
         super().__init__(cause, fix)
 
 

@@ -420,7 +420,7 @@ class GrammarCompiler:
                 state.fill_mask(mask)
                 fault = state.fault
                 if not state.num_accepted and (not mask.any() or (fault is not None and _ITEMS not in fault)):
-                    raise InvalidRequest(f"{param} cannot be satisfied: no answer begins so.", param)
+                    raise InvalidRequest(f"{param} cannot be satisfied: no first token is allowed. Correct it.", param)
                 if fault is not None:
                     message = f"{param} is too complex to follow. Use fewer optional properties, or fewer alternatives."
                     raise InvalidRequest(message, param)
@@ -453,9 +453,7 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
 
 def _schema_refusal(spec: GrammarSpec, error: str) -> str:
     if error == "schema too large":
-        return (
-            f"{spec.param} is too large once its schemas that hold together are put into one: shorten allOf and $ref."
-        )
+        return f"{spec.param} is too large after its schemas are merged. Shorten allOf and $ref."
     unknown, is_one_of = _UNIMPLEMENTED.search(error), error.startswith("oneOf constraints are not supported")
     if not unknown and not is_one_of:
         path, pattern = _place_of(error, spec)
@@ -464,7 +462,7 @@ def _schema_refusal(spec: GrammarSpec, error: str) -> str:
     found = keywords_of(json.loads(spec.source), spec.param)
     places = [f"{path}.{keyword}" for path, keyword, _ in found if keyword in names]
     if unknown:
-        return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
+        return f"{' and '.join(places)} cannot be enforced together with the keywords beside it. Leave it out."
     return (
         f"{' or '.join(places[:3])} cannot be enforced, as more than one of its schemas may fit. Use anyOf, or give"
         " each a required property with a constant of its own."

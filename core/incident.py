@@ -55,7 +55,7 @@ _WHAT = {
     Cause.PREEMPTION: "preemption: KV blocks ran short, and what was in them was computed again",
     Cause.QUOTA_PAUSES: "its quota, which paused it",
     Cause.SLOW_READER: "its client, which read slowly",
-    Cause.SLOW_STEPS: "steps that took longer than such steps do: something else held the machine up",
+    Cause.SLOW_STEPS: "slow steps: something else kept the machine busy",
     Cause.GRAMMAR: "its grammar or schema, which had to be compiled first",
     Cause.COLD_CACHE: "a cold cache: its prompt began as an earlier one, and was computed again",
 }
@@ -260,15 +260,15 @@ def explain(
         minute = _minute_of(own, ordered, machine, now_s, on_step)
         was = minute.run()
     except _TooLong:
-        return msgspec.structs.replace(found, verdict="No verdict: its minute is too long to be simulated.")
+        return msgspec.structs.replace(found, verdict="No verdict: too much ran at the same time to simulate it.")
     simulated_s, num_beside = time_s + was.end_s - engine_s, len(minute.courses) - len(own)
     found = msgspec.structs.replace(
         found, simulated_ms=_ms(simulated_s), num_beside=num_beside, num_steps=was.num_steps
     )
     if abs(was.end_s - engine_s) > max(LEAST_OFF_S, MOST_OFF * engine_s):
         verdict = (
-            f"No verdict: it took {_shown(time_s)}, and {_shown(simulated_s)} by simulation. Something that is not "
-            "simulated has made the difference: copies of blocks, or the event loop."
+            f"No verdict: it took {_shown(time_s)}, and {_shown(simulated_s)} by simulation. The difference comes "
+            "from something that is not simulated: copies of blocks, or the event loop."
         )
         return msgspec.structs.replace(found, verdict=verdict)
     causes = sorted(_costs(minute, was, time_s, outside), key=lambda one: (-one.counts, -one.cost_ms))
@@ -327,8 +327,8 @@ def _verdict(time_s: float, causes: Sequence[CauseCost], own: Sequence[Course], 
         num_prompt, num_own = sum(one.num_prompt_tokens for one in own), sum(one.num_tokens for one in own)
         company = f"beside {num_beside:,} other requests" if num_beside else "alone"
         return (
-            f"None of the causes has cost it a tenth of its {whole}: its own {num_prompt:,} prompt tokens and "
-            f"{num_own:,} tokens take so long {company}."
+            f"No cause took a tenth of its {whole}: its own {num_prompt:,} prompt tokens and "
+            f"{num_own:,} tokens take that long {company}."
         )
     return f"Of its {whole}, {'; and '.join(map(_part, counting))}."
 

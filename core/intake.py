@@ -1,6 +1,6 @@
-"""Takes what a step has computed into its sequences, and tells it: prompts, sampled and forced tokens. Thread: engine.
+"""Adds a step's results to its sequences and reports them: prompts, sampled and forced tokens. Thread: engine.
 
-core/scheduler.py says which results count; which tokens follow a wrong draft, core/drafts.py.
+core/scheduler.py decides which results count, core/drafts.py which tokens follow a rejected draft.
 """
 
 import logging
@@ -15,7 +15,7 @@ from core.types import FinishReason, Prefilled, Prefilling, TokenChunk, TokenLog
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_FAILED = "The server failed to hold this answer to its form. The fault is not in the request."
+GRAMMAR_FAILED = "The server failed to enforce this answer's grammar. The fault is not in the request."
 MOST_FORCED = BLOCK_SIZE  # tokens of a sequence in one step: what a slow reader is given at once stays bounded
 
 
@@ -53,7 +53,7 @@ class Intake:
         self._states, self._drafts, self._forces_tokens = states, drafts, forces_tokens
 
     def take_prompt_logprobs(self, flight: Flight, output: StepOutput, lost: set[int]) -> None:
-        """Tell the logprobs that prompts ask for: each position once, however often it is computed."""
+        """Report requested prompt logprobs: each position once, however often it is computed."""
         for targets in flight.plan.prompt_targets:
             row = targets.row
             sequence = flight.sequences[row]
@@ -71,7 +71,7 @@ class Intake:
             sequence.num_scored_tokens = end if end < sequence.num_prompt_tokens - 1 else ALL_SCORED
 
     def advance_prompts(self, flight: Flight, lost: set[int], now: float) -> None:
-        """Count what was computed of prompts, and fork the siblings of leaders whose prompt is complete.
+        """Count computed prompt tokens, and fork the siblings of leaders whose prompt is complete.
 
         Args:
             lost: rows whose result cannot be used.
@@ -83,7 +83,7 @@ class Intake:
                 self._advance_prompt(sequence, start, end, now)
 
     def _advance_prompt(self, sequence: Sequence, start: int, end: int, now: float) -> None:
-        """Positions `start` to `end` - 1 of its prompt are computed; those before were computed earlier or cached."""
+        """Positions `start` to `end` - 1 of its prompt are computed now; earlier ones were before, or cached."""
         counts = self.counts
         counts.num_prefill_rows += 1
         counts.num_prompt_tokens += end - start
@@ -106,7 +106,7 @@ class Intake:
             self._states.fork_siblings(group)
 
     def _tell_prefill(self, group: SequenceGroup, end: int, now: float) -> None:
-        """A chunk has brought the prompt up to position `end` for the first time."""
+        """A chunk has computed the prompt up to position `end` for the first time."""
         request_id, marks = group.request.request_id, self._states.outbox.marks
         group.num_prompt_chunks += 1
         if end == len(group.request.prompt_ids):
@@ -162,7 +162,7 @@ class Intake:
         self._states.outbox.add_tokens(sequences, token_ids)
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Tell an appended token that has logprobs or may end its sequence."""
+        """Report an appended token that has logprobs or may end its sequence."""
         grammar = sequence.grammar
         if len(sequence.token_ids) > sequence.max_length:  # max_tokens is 0
             sequence.token_ids.pop()
@@ -195,9 +195,9 @@ class Intake:
             self._states.finish(sequence, reason)
 
     def _take_forced(self, sequence: Sequence, most: int) -> None:
-        """After a token, append those that the grammar now forces, where they need not be sampled.
+        """After a token, append the tokens that the grammar now forces, without sampling them.
 
-        They are the same at any load: what is not appended here is sampled, with nothing else allowed.
+        The output does not depend on load: a token not appended here is sampled later, as the only allowed one.
 
         Args:
             most: 0: the step has sampled the next ones.

@@ -1,29 +1,29 @@
-"""Owns the KV blocks: who holds which, which can be found by their content, which were copied to the host.
+"""Owns the KV blocks: who holds which, which are in the prefix cache, which were copied to the host.
 
-Thread: engine. A block is a number; its content lies with the runner. A block that no sequence holds is either empty
-(its content is worthless) or kept (it may be found again). Empty blocks are handed out first, then the kept one that
-was released longest ago.
+Thread: engine. A block is a number; the runner has its content. A block that no sequence holds is either empty (without
+useful content) or cached (a lookup may find it). Empty blocks are allocated first, then the cached one that was
+released longest ago.
 
 A full block is published under a key: the serial of the block before it in its chain (the domain, for a chain's first
-block) and its own token ids. A lookup compares the whole key, so a hit is never a guess, and Python's hash has a secret
-of the process, so clients cannot construct colliding keys. A serial is never used twice: once a block is forgotten, or
-evicted without a host copy, nothing that was computed after it can be found through another block.
+block) and its own token ids. A lookup compares the whole key, so a hit is always exact, and Python's hash has a secret
+per process, so clients cannot construct colliding keys. A serial is never reused: once a block is forgotten, or evicted
+without a host copy, no other block can lead to those computed after it.
 
-A holder of a published block holds those before it in the chain too, and releases its last block first. So among kept
-blocks the least recently used leaf is evicted next, and never a parent before its children. Only where all layers have
-sliding windows, a sequence gives its first blocks back while it runs; once one is evicted, what follows is not found.
+A holder of a published block also holds those before it in the chain, and releases its last block first. So the least
+recently used leaf is evicted next, and never a parent before its children. Only if all layers have sliding windows, a
+sequence releases its first blocks while it runs; once one is evicted, the blocks after it are not found.
 
 A block is published when the row that fills it is planned: later rows of the same plan may read it, because a step
-writes all its keys and values before it reads any. If the row fails, the scheduler has the block forgotten, and the
-sequences that share it compute it themselves.
+writes all its keys and values before it reads any. If the row fails, the scheduler removes the block from the cache,
+and the sequences that share it compute it themselves.
 
-With recurrent layers, some published blocks have a kept state: what these layers have left after the block's last
-token. A sequence can go on from nowhere else, so a lookup finds no blocks behind the last one with a state.
+With recurrent layers, some published blocks have a stored state: that of these layers after the block's last token. A
+sequence can continue only from there, so a lookup finds no blocks after the last one with a state.
 
-For host copies this file only does the accounting; the runner copies, in the order of the plans. A host slot holds one
-block under the key and serial that it had on the device, so a chain may lie partly here and partly there. What a plan
-copies out can be found once the plan was applied, and a slot that a plan copies from keeps its content until then: a
-failed step loses copies, but no lookup finds what was not copied.
+For host copies, this file only does the accounting; the runner copies, in the order of the plans. A host slot has one
+block with its key and serial from the device, so a chain may be partly here and partly there. A copy can be found once
+its plan was applied, and a slot that a plan copies from keeps its content until then: a failed step loses copies, but
+no lookup finds a block that was not copied.
 """
 
 import struct
@@ -43,7 +43,7 @@ BlockKey = tuple[int | Domain, bytes]
 
 @dataclass(frozen=True, slots=True)
 class BlockLabel:
-    """What a full block holds, exactly: two blocks with equal labels have equal content.
+    """The exact content of a full block: blocks with equal labels have equal content.
 
     Args:
         serial: stands for the block in the keys of those that follow it. Never reused for other content.
@@ -61,12 +61,12 @@ class Root(NamedTuple):
 
 
 class BlockChange(NamedTuple):
-    """What can be found on the device, or no more.
+    """A change of the prefix cache on the device: a block is found from now on, or no longer.
 
     Args:
-        serial: of the block; 0: of all, which are forgotten.
-        parent: the block before it; None: its chain begins with it.
-        content: its token ids as int32; empty: it can be found no more.
+        serial: of the block; 0: all blocks are removed.
+        parent: the block before it; None: it is the first of its chain.
+        content: its token ids as int32; empty: it is removed.
         domain: who may share it.
     """
 
@@ -111,7 +111,7 @@ class BlockTable:
         dropped: those that others may still find, with their serials.
         num_sent: leading entries that the runner knows.
         num_published: leading entries that other sequences can find.
-        num_matched: entries that the last lookup would have found, were there a kept state behind them.
+        num_matched: entries that the last lookup would have found if there were a stored state after them.
     """
 
     domain: Domain = ("", "")
@@ -153,7 +153,7 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class KeptStates:
-    """The places for recurrent states, each of a published block; the least recently used one gives way to a new one.
+    """Stored recurrent states, each of a published block; a new one replaces the least recently used.
 
     Args:
         num_places: 0: none are kept.

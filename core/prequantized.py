@@ -121,7 +121,7 @@ def _group_size(given: Mapping[str, Any], name: str) -> int | None:
         return None
     size = positive_int(given, name)
     if size < 8:
-        raise bad_field(f"quantization_config.{name}={size} is not a group.")
+        raise bad_field(f"quantization_config.{name}={size} is too small for a group.")
     return size
 
 

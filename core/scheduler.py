@@ -1,8 +1,8 @@
-"""Decides what each step computes and takes in its result. Thread: engine. No I/O; time and seeds are arguments.
+"""Plans each step and applies its result. Thread: engine. No I/O; time and seeds are arguments.
 
 A step lets sequences catch up on their tokens. plan() takes running decodes first and then, as far as the inter-token
-target allows, prompts: running and waiting ones in one order. Where slots or blocks are short, paused sequences are
-preempted first, then those that the queue's head outranks, then the least urgent. apply() takes in tokens, forks, ends,
+target allows, prompts, running and waiting ones in one order. If slots or blocks are short, paused sequences are
+preempted first, then those that the queue's head outranks, then the least urgent. apply() handles tokens, forks, ends,
 lost rows and the step's cost. Every submitted request ends with exactly one terminal TokenChunk, from the last of its
 sequences (sequence_states.py).
 """
@@ -46,22 +46,22 @@ _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_token
 
 
 class Scheduler:
-    """Plans steps for the runner and tells the loop their results.
+    """Plans steps for the runner and reports their results to the loop.
 
     Args:
-        eos_ids: the model's own ends.
-        seeds: gives a 64-bit seed for a request that names none.
-        has_prefix_cache: requests use what others of their domain have computed.
+        eos_ids: the model's end-of-sequence ids.
+        seeds: returns a 64-bit seed for a request without one.
+        has_prefix_cache: requests reuse blocks that others of their domain computed.
         inter_token_target: see EngineConfig.
-        forces_tokens: where a grammar leaves one way to go on, its tokens are appended without being sampled.
-        speculates: drafts are computed where the runner can verify them and the step-cost model says that they pay.
-        draft_model: None: drafts come from text alone.
+        forces_tokens: if a grammar allows only one continuation, its tokens are appended without sampling.
+        speculates: use drafts where the runner can verify them and the step-cost model predicts a gain.
+        draft_model: None: drafts come only from text.
         stored: see HostBlocks.
 
     Attributes:
         in_flight: oldest first.
-        last_work: of the step that came back last.
-        watcher: tells those who watch.
+        last_work: work of the latest finished step.
+        watcher: reports to the dashboard.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Scheduler:
     # Messages of the loop
 
     def submit(self, request: Request) -> None:
-        """Queue a request; one that can never run is refused with a terminal ERROR chunk."""
+        """Queue a request; if it can never run, refuse it with a terminal ERROR chunk."""
         states = self.states
         assert request.request_id not in states.groups, f"request {request.request_id} was submitted twice"
         cause = self._cause_of_refusal(request)
@@ -133,17 +133,15 @@ class Scheduler:
         num_tokens, num_sequences = len(request.prompt_ids), request.num_sequences
         if num_tokens == 0:
             return "The prompt is empty."
-        if num_tokens >= self._max_length + (request.pooling is not None):  # it needs no room for a token more
-            return (
-                f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
-            )
+        if num_tokens > (most := self._max_length - (request.pooling is None)):  # an answer has one token at least
+            return f"The prompt has {num_tokens} tokens; this server's memory fits at most {most}."
         if request.beams is not None:
             if self._searches.max_length_of(request) <= num_tokens:
                 return f"{num_sequences} beams of {num_tokens} tokens do not fit into this server's memory."
             if self._searches.search_of(request).num_top > self.limits.vocab_size:
                 return f"{num_sequences} beams have too few tokens to choose from: most are banned, or end the answer."
         if num_sequences > (num_slots := len(self.states.occupants)):
-            return f"{num_sequences} sequences were asked for; this server runs {num_slots} at once."
+            return f"{num_sequences} sequences were requested; this server runs {num_slots} at once."
         return None
 
     def _make_group(self, request: Request) -> SequenceGroup:
@@ -216,7 +214,7 @@ class Scheduler:
             self.states.waiting.remove(sequence)
 
     def resume(self, request_id: str) -> None:
-        """Let a paused request go on, from its old place in the queue."""
+        """Resume a paused request, at its old place in the queue."""
         group = self.states.groups.get(request_id)
         if group is None or not group.is_paused:
             return
@@ -228,7 +226,7 @@ class Scheduler:
                 self.states.waiting.add(sequence, self.states.now_s)
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every request, also those in steps that will never come back."""
+        """End every request, including those in steps that will never come back."""
         abandoned = self._abandon(self.states.now_s)
         for group in list(self.states.groups.values()):
             for sequence in reversed(group.sequences):
@@ -296,7 +294,7 @@ class Scheduler:
         return plan
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """The sequences that can compute something now: plain decodes, other decodes, and those that are behind."""
+        """The sequences that can be computed now: plain decodes, other decodes, and those that are behind."""
         plain: list[Sequence] = []
         others: list[Sequence] = []
         behind: list[Sequence] = []
@@ -311,7 +309,7 @@ class Scheduler:
         return plain, others, behind
 
     def _is_forced(self, sequence: Sequence) -> bool:
-        """Whether it decodes, with tokens beside its newest one: forced ones, or those before a wrong draft again."""
+        """Whether it decodes several tokens: forced ones, or those before a rejected draft again."""
         num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
         is_answering = sequence.num_computed_tokens >= sequence.num_prompt_tokens
         has_several = sequence.grammar is not None or self.states.kept is not None
@@ -320,9 +318,9 @@ class Scheduler:
     def _has_to_land(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight must come back before it is computed further.
 
-        It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position,
-        or the token that is being sampled and those after it are forced: then they are computed together; or it has
-        drafts to verify, or its next token depends on this one by more than the model.
+        True if it ends with the steps in flight, or computes them again; if siblings fork from it at its current
+        position; if the token being sampled and those after it are forced, so that they are computed together; if it
+        has drafts to verify; or if its next token depends on this one not only through the model.
         """
         if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced:
             return True
@@ -358,10 +356,10 @@ class Scheduler:
                 self._preempt(builder, sequence, PreemptionCause.OUTRANKED, head)
 
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
-        """Add a row for each, the plain ones without any check.
+        """Add a row for each, the plain ones without checks.
 
-        Of siblings that share a block, the last one writes in place what the others copied. It is the furthest one, so
-        that it overwrites nothing that they have to copy again if the step is restarted.
+        Of siblings that share a block, the last one writes in place and the others copy it. The last is the furthest,
+        so that it overwrites nothing that the others must copy again if the step is restarted.
         """
         builder.add_decodes(plain)
         if others:
@@ -370,7 +368,7 @@ class Scheduler:
             self._add_row(builder, sequence)
 
     def _add_forced(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
-        """Add a row for each, with the forced tokens that the inter-token target leaves to them beside the others."""
+        """Add a row for each, with as many forced tokens as the inter-token target allows beside the others."""
         decodes, num_neighbours = replace(builder.work), len(builder.sequences)
         for sequence in sequences:
             decodes.add(sequence.num_computed_tokens, sequence.num_computed_tokens + 1, 0)
@@ -384,7 +382,7 @@ class Scheduler:
             self._add_row(builder, sequence, length=allowance.own_tokens(start, most))
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
-        """As _add_decodes, request by request, the first victims last."""
+        """Like _add_decodes, request by request, the first candidates for preemption last."""
         in_turn = sorted(sequences, key=victim_order(self.shares.least_s()))
         for _, siblings in groupby(in_turn, key=lambda sequence: sequence.request_id):
             plain: list[Sequence] = []
@@ -427,9 +425,9 @@ class Scheduler:
                 allowance.use_up()
 
     def _admit(self, builder: PlanBuilder, sequence: Sequence, level: int, num_reserved: int) -> bool:
-        """Give the queue's head its slots, and blocks for all its tokens and the next. False: not yet.
+        """Give the queue's head its slots, and blocks for all its tokens and one more. False: not yet.
 
-        It takes all blocks at once so that no prefill waits for blocks halfway.
+        It takes all blocks at once, so that no prefill stops halfway for lack of blocks.
 
         Args:
             level: its aged class.
@@ -484,8 +482,8 @@ class Scheduler:
         """Add a row for as much of the sequence as the allowance and the free blocks permit.
 
         Args:
-            allowance: None: it needs so many tokens.
-            drafts: to compute beyond its own, if there are blocks for them.
+            allowance: tokens; None: all that it needs.
+            drafts: tokens to compute after its own, if there are blocks for them.
         """
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
@@ -517,9 +515,9 @@ class Scheduler:
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 
     def _to_border(self, start: int, length: int, num_tokens: int, budget: int) -> int:
-        """A chunk's length such that it ends with its tokens, or else at a block border if the budget permits.
+        """A chunk's length: all remaining tokens, or else up to a block boundary, if the budget permits.
 
-        Recurrent layers compute the blocks of a prompt as wholes, and round tokens otherwise in parts of one.
+        Recurrent layers compute whole blocks of a prompt; in parts of a block they round differently.
         """
         size = self.limits.block_size
         past = (start + length) % size
@@ -529,7 +527,7 @@ class Scheduler:
         return length - past if length > past else min(longer, budget)
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
-        """Make all blocks it writes up to position `end` its own; False if not yet, or if it was preempted itself."""
+        """Make all blocks that it writes up to position `end` its own. False: not yet, or it was preempted itself."""
         while not self.states.own(builder, sequence, end):
             if self.in_flight:
                 self._is_short = True
@@ -545,7 +543,7 @@ class Scheduler:
     # Taking in a step's result
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
-        """Take in the result of the oldest step in flight. Returns all news since the last delivery.
+        """Apply the result of the oldest step in flight. Returns all output since the last delivery.
 
         Results for sequences that have ended or were lost since the step was planned are discarded.
         """
@@ -613,7 +611,7 @@ class Scheduler:
         counts.kv_block_s += num_held * step_s
 
     def _look_ahead(self, now: float) -> None:
-        """Renew the outlook, once enough steps were measured. Called seldom: it looks at all running sequences."""
+        """Update the outlook, once enough steps were measured. Called rarely: it visits all running sequences."""
         cost_s, limits, running = self.step_cost.rough_s, self.limits, self.states.running
         if cost_s is None:
             return
@@ -643,10 +641,10 @@ class Scheduler:
     # Steps and rows that fail
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
-        """A plan that computes these rows of a failed step again, independent of what that step has left behind.
+        """A plan that computes these rows of a failed step again, whatever that step has already written.
 
         Args:
-            plan: of the failed step, the only one in flight: a later one would have read what it did not write.
+            plan: of the failed step, the only one in flight: a later one would have read unwritten memory.
         """
         (flight,) = self.in_flight
         assert flight.plan is plan, "it is not in flight"
@@ -655,7 +653,7 @@ class Scheduler:
         return restarted
 
     def lose_in_flight(self, now: float) -> StepDelivery:
-        """A step raised when its result was read, with another one behind it: neither may have computed anything.
+        """A step raised when its result was read, after another was sent: perhaps neither computed anything.
 
         Their sequences compute everything again. Until such a sequence has sampled a token, each step with it must come
         back before the next is sent, so that a step that raises again can be bisected.
@@ -686,7 +684,7 @@ class Scheduler:
         return list(found)
 
     def _lose_row(self, sequence: Sequence, cause: str | None) -> None:
-        """End the sequence of a failed row; without a cause, it was misled by a failed row and computes again."""
+        """End the sequence of a failed row; without a cause, it only depended on a failed row and is computed again."""
         if cause is None:
             self.states.compute_again(sequence)
         else:
@@ -697,10 +695,10 @@ class Scheduler:
                 self.states.finish(one, sequence.cancel_reason or FinishReason.ERROR, cause)
 
     def _bystanders_misled(self, lost: list[Sequence], unwritten: set[int]) -> list[Sequence]:
-        """Running sequences, beside the lost ones, that hold unwritten blocks or copies of them.
+        """Running sequences, besides the lost ones, with unwritten blocks or copies of them.
 
-        They were admitted with the step or after it, or were in it with a block that has been replaced since by an
-        unwritten one. Steps in flight may have copied the blocks to others.
+        They were admitted with the step or after it, or were in it with a block that an unwritten one has replaced
+        since. Steps in flight may have copied the blocks to others.
         """
         reached, known = set(unwritten), set(lost)
         for flight in self.in_flight:
@@ -711,12 +709,12 @@ class Scheduler:
     # News for the loop
 
     def flush(self) -> StepDelivery | None:
-        """News that no step will bring, such as ends of sequences that were not in flight. None: no news."""
+        """Output without a step, such as ends of sequences that were not in flight. None: there is none."""
         stats = self.stats()
         return self.states.outbox.take(stats) if self.states.outbox.has_news(stats) else None
 
     def offload_kept(self) -> BlockCopies | None:
-        """When no more steps come: the copies that bring all kept blocks to the host."""
+        """After the last step: the copies that bring all cached blocks to the host."""
         self.pool.offload_kept()
         return self.host.take_copies()
 
@@ -751,5 +749,5 @@ class Scheduler:
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    """Whether its next token depends on the last by the model alone."""
+    """Whether its next token depends on the last one only through the model."""
     return sequence.grammar is None and sequence.repetition is None and sequence.search is None

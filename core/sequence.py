@@ -1,6 +1,6 @@
 """The state of one request in the engine: its sequences, and its tenant's account. Thread: engine.
 
-State only: the scheduler decides who changes it, and when.
+State only: the scheduler changes it.
 """
 
 import enum
@@ -43,10 +43,10 @@ class Tenant:
     """One tenant's account.
 
     Args:
-        share: weight against others: counter and credit count engine time divided by it.
-        counter_s: engine time it has had, and raises. Never falls, so that queues ordered by it stay in order.
-        served_s: engine time it has had, undivided.
-        credit_s: charged but not used: later charges use it first.
+        share: its weight: counter and credit count engine time divided by it.
+        counter_s: engine time used, plus raises. Never falls, so that queues ordered by it stay in order.
+        served_s: engine time used, undivided.
+        credit_s: charged but never used; later charges consume it first.
         prepaid_s: charged but not used yet, undivided.
         num_live: requests that wait or run.
         num_running: sequences that hold blocks.
@@ -76,15 +76,15 @@ class Tenant:
         self.counter_s += seconds
 
     def refund(self, seconds: float) -> None:
-        """So much of what was prepaid was not computed."""
+        """Refund prepaid time that was not computed."""
         self.prepaid_s -= seconds
         self.served_s -= seconds
         self.credit_s += seconds / self.share
 
     def gives_way_to(self, other: "Tenant") -> bool:
-        """Whether a running sequence of this tenant gives way to a waiting one of the other's.
+        """Whether to preempt a running sequence of this tenant for a waiting one of the other.
 
-        If it runs at least two more, the exchange brings both closer, so that they cannot take turns in vain.
+        Only if it runs at least two more: then the exchange brings both closer, and they do not preempt in turns.
         """
         if self.num_running > other.num_running + 1:
             return self.counter_s > other.counter_s
@@ -92,7 +92,7 @@ class Tenant:
 
 
 class SequenceState(enum.Enum):
-    """WAITING: holds no blocks. RUNNING: holds blocks and a slot. FINISHED: holds nothing, for ever."""
+    """WAITING: has no blocks. RUNNING: has blocks and a slot. FINISHED: has nothing, and never will."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -101,43 +101,43 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One growing line of tokens. It catches up when num_computed_tokens is less than its tokens.
+    """One growing list of tokens. It catches up while num_computed_tokens is less than its tokens.
 
     Args:
         priority: its class; higher goes first.
         arrival_s: its request's, monotonic.
-        place: among the sequences of its tenant and class, for life.
-        due_order: among those with a deadline for the first token; infinite without one.
-        stop_ids: ids that end it: the model's ends (unless ignored), then the request's.
+        place: in the order of its tenant's and class's sequences; fixed for life.
+        due_order: its order by first-token deadline; infinite without one.
+        stop_ids: ids that end it: the model's (unless ignored), then the request's.
         token_ids: the prompt's, then its own.
-        max_length: tokens, prompt included, at which it ends.
+        max_length: number of tokens, prompt included, at which it ends.
         is_started: the runner has it in its slot.
-        plain_end: up to this position it decodes without any check: in a block that it owns and the runner knows,
-            before its last token, neither paused nor cancelled nor lost. 0: check.
-        num_computed_tokens: whose keys and values are computed, or will be by a plan in flight.
+        plain_end: up to this position it decodes without checks: in its own block that the runner knows, before its
+            last token, neither paused nor cancelled nor lost. 0: check.
+        num_computed_tokens: tokens whose keys and values are computed, or will be by a plan in flight.
         state_source: where its next row reads its recurrent state (StepPlan.state_reads); None: its slot's own.
-        num_scored_tokens: how many leading logits the prompt's logprobs have been told of, where they are asked for:
-            the cache may give no more tokens than these. ALL_SCORED: none are left to tell.
-        pooling: what it ends with; None: with its answer.
-        num_in_flight: plans with it that are not applied yet.
-        num_pending: tokens that these sample: they follow token_ids and are not known yet.
-        is_lost: what it computed cannot be used. It computes everything again once it is no longer in flight.
+        num_scored_tokens: number of leading prompt positions whose logprobs were reported, if they are requested: the
+            cache may provide no more tokens than these. ALL_SCORED: all are reported.
+        pooling: the vector it ends with; None: it generates an answer.
+        num_in_flight: plans that include it and are not applied yet.
+        num_pending: tokens that these plans sample; they follow token_ids and are not known yet.
+        is_lost: its computed data cannot be used. It is recomputed once it is no longer in flight.
         cancel_reason: set while in flight: how to finish it when the step comes back.
-        num_tokens_kept: of its own tokens, those that the loop has used; None: all.
+        num_tokens_kept: how many of its own tokens the loop has used; None: all.
         num_free_blocks_needed: while it waits: with fewer free blocks it cannot be admitted.
         level: its aged class at admission.
-        progress_s: when it was admitted or last computed some of a prompt: it ages from then on.
-        prepaid_token_s: what its tenant was charged at admission for each token to compute ...
+        progress_s: when it was admitted or last computed prompt tokens; it ages from then on.
+        prepaid_token_s: the charge to its tenant at admission, per token to compute ...
         prepaid_s: ... how much of that is unused ...
         prepaid_end: ... and up to which position it was charged.
         device_s, kv_block_s, num_spared_steps: as in Cost.
-        grammar: that its own tokens follow.
-        search: that decides its next token; None: the sampler does.
-        repetition: penalises its next token by those before; None: nothing does that the runner does not itself.
-        drafter: proposes its next tokens; None: it is not speculated about.
-        draft_masks: under a grammar, of its drafts in flight: what may be sampled before and after each.
+        grammar: its own tokens follow it.
+        search: the beam search that chooses its next token; None: the sampler does.
+        repetition: penalties on its next token by earlier ones; None: at most those of the runner.
+        drafter: proposes its next tokens; None: no speculation.
+        draft_masks: with a grammar: the masks before and after each of its drafts in flight.
         num_predicted_tokens, num_mispredicted_tokens: see Usage.
-        forced: its next tokens, where the grammar leaves no choice. Those already appended are not among them.
+        forced: its next tokens, where the grammar allows only these; without those already appended.
     """
 
     request_id: str
@@ -196,7 +196,7 @@ class Sequence:
     def takes_forced(self) -> bool:
         """Whether forced tokens may be appended now without being sampled.
 
-        Not those whose logprobs are asked for, nor those that the sampler counts for penalties: these are sampled, with
+        Not if their logprobs are requested, or the sampler counts them for penalties: then they are sampled, with
         nothing else allowed.
         """
         return not (self.num_in_flight or self.is_lost or self.has_penalties or self.sampling.num_logprobs is not None)
@@ -210,7 +210,7 @@ class Sequence:
 
     @property
     def pools_all(self) -> bool:
-        """Its vector is of all its tokens: it computes each itself."""
+        """Its vector depends on all its tokens, so it computes each itself."""
         return self.pooling is not None and self.pooling.kind != "last"
 
     @property
@@ -232,11 +232,11 @@ class Sequence:
         return own[:-1] if own and self.end_after_last_token() is FinishReason.STOP else own
 
     def end_of_scores(self, end: int) -> int:
-        """Of its first `end` tokens, how many have logits that the prompt's logprobs come from."""
+        """How many of its first `end` tokens have logits for the prompt's logprobs."""
         return min(end, self.num_prompt_tokens - 1)
 
     def keep(self, num_tokens: int | None) -> None:
-        """Limit what is billed to the loop's count. Of several limits the smallest holds."""
+        """Limit billing to the loop's count. The smallest of several limits applies."""
         if num_tokens is not None:
             self.num_tokens_kept = min(self.num_billed_tokens, num_tokens)
 
@@ -245,7 +245,7 @@ class Sequence:
         return self.stop_ids[: len(self.stop_ids) - len(self.sampling.stop_token_ids)]
 
     def end_after_last_token(self) -> FinishReason | None:
-        """Why the newest token ends it, if it does. Stop ids count from min_tokens on, as in the sampler."""
+        """Why the newest token ends it, if it does. Stop ids apply from min_tokens on, as in the sampler."""
         if self.token_ids[-1] in self.stop_ids and self.num_own_tokens > self.sampling.min_tokens:
             return FinishReason.STOP
         if len(self.token_ids) >= self.max_length:
@@ -260,14 +260,14 @@ class SequenceGroup:
     Args:
         latest_start_s: when its prompt must start so that the first token is in time; infinite without a deadline.
         leader: computes the prompt for itself and the unforked.
-        unforked: siblings that wait for the leader, by index. They hold slots while it runs, never blocks.
+        unforked: siblings that wait for the leader, by index. They have slots while it runs, never blocks.
         num_live: sequences not yet finished.
-        num_prompt_tokens_done: how far any of them has come in the prompt.
-        num_cached_tokens: of these, how many came from the prefix cache.
+        num_prompt_tokens_done: the furthest prompt position of any of them.
+        num_cached_tokens: how many of these came from the prefix cache.
         is_admitted: it has left the queue at least once.
-        num_prompt_chunks: steps that computed some of the prompt, until it was complete for the first time.
+        num_prompt_chunks: steps with prompt tokens, until the prompt was complete for the first time.
         is_prefilled: the prompt has been complete.
-        search: of its beams.
+        search: its beam search.
     """
 
     request: Request

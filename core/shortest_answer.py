@@ -99,7 +99,7 @@ class _Search:
     def node(self, parts: _Parts) -> _Node:
         for path, schema in parts:
             if schema is False:
-                return _Node(path, parts, conflict="it may not be there at all")
+                return _Node(path, parts, conflict="its schema is false")
         key = frozenset(id(schema) for _, schema in parts)
         if key not in self._nodes:
             self._nodes[key] = _Node(parts[0][0], parts)
@@ -202,7 +202,7 @@ class _Search:
         if given := _given(schemas):
             self._count(sum(map(len, given)) * len(schemas) // 2)
             if not (fitting := fitting_values(schemas)):
-                raise _Conflict("no value of its enum or const fits what stands beside it")
+                raise _Conflict("no value of its enum or const fits the keywords beside it")
             yield min(map(_length, fitting)), []
             return
         types = frozenset.intersection(_ALL_TYPES, *map(_types, schemas))

@@ -495,7 +495,7 @@ def _values(schema: Schema, path: str, mark: str) -> list[Any] | None:
     if others := schema.keys() - _BESIDE_VALUES:
         raise CannotHold(path, min(others))
     if not values:
-        raise CannotHold(path, keyword, "None of its values fits what stands beside it")
+        raise CannotHold(path, keyword, "None of its values fits the keywords beside it")
     _check_mark(json_text(values), mark, path, keyword)
     return values
 

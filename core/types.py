@@ -1,8 +1,8 @@
 """The messages between the loop and the engine thread: frozen, with tuples inside. Any thread.
 
 Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache, Inspect, Watch.
-Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats), with an
-EngineSnapshot in answer to an Inspect.
+Engine to loop, through the outbox, once per step: StepDelivery (columns of tokens, TokenChunks, EngineStats), with an
+EngineSnapshot as the answer to an Inspect.
 """
 
 import enum
@@ -38,9 +38,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are sampled. Validated where it is built (server/api), trusted by the engine.
 
     Args:
-        seed: of the noise, which depends only on it and the position; None: the engine chooses one. In bfloat16 and
+        seed: sampling noise depends only on it and the position; None: the engine chooses one. In bfloat16 and
             float32 on a CPU, the same seed and request give the same tokens whatever runs in the same steps, because
-            sums round alike in any batch; those of int8, fp8, int4 and GGUF do too. GPUs promise the noise only.
+            sums round alike in any batch; so do int8, fp8, int4 and GGUF. GPUs guarantee only the noise.
         max_tokens: 0: the prompt is computed, and no token is returned.
     """
 
@@ -74,13 +74,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beams(msgspec.Struct, frozen=True):
-    """Asks for a beam search, as transformers' generate has it: its answers are the likeliest that it finds.
+    """A beam search like that of transformers' generate: the answers are the likeliest that it finds.
 
     Args:
-        width: beams, and answers.
+        width: number of beams and of answers.
         length_penalty: an answer's score is the sum of its logprobs divided by length ** this.
-        early_stopping: True: end with as many answers as beams; False: once the present beams look no better; "never":
-            once none can become better.
+        early_stopping: True: end once there are as many answers as beams; False: once the current beams look no better;
+            "never": once none can become better.
     """
 
     width: int
@@ -92,12 +92,12 @@ PoolingKind = Literal["last", "mean", "cls"]
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """Asks for one vector of a prompt, float32, instead of an answer: an embedding, or scores.
+    """A request for a vector of the prompt, float32, instead of an answer: an embedding, or scores.
 
     Args:
-        kind: the last hidden state, after the final norm, of which tokens; "mean" of all.
+        kind: the tokens whose last hidden state, after the final norm, is used; "mean" of all.
         token_ids: the logits of these tokens after the last one, instead.
-        second_from: where the second text of a pair begins, for encoders that tell the two apart; 0: there is none.
+        second_from: start of a pair's second text, for encoders that distinguish the two; 0: there is none.
     """
 
     kind: PoolingKind
@@ -107,10 +107,10 @@ class Pooling(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A LoRA adapter of the model, loaded. Requests hold it while they run; gpu/adapters.py has what it computes.
+    """A loaded LoRA adapter. Requests reference it while they run; its weights are in gpu/adapters.py.
 
     Args:
-        digest: of its content: what it computed for a prompt serves no other adapter's.
+        digest: of its content; adapters with different digests share no cached blocks.
     """
 
     digest: str
@@ -121,21 +121,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, of 1..k sequences over the same prompt.
 
     Args:
-        tenant: whose share of the engine it takes; "" is a tenant like any other.
-        share: of the engine against other tenants: 2 gets twice what 1 gets, while both have work.
+        tenant: whose engine time it uses; "" is a tenant like any other.
+        share: the tenant's weight: 2 gets twice the engine time of 1, while both have work.
         priority: its class, from LOWEST_CLASS to TOP_CLASS (core/queue.py); higher goes first.
-        deadline_s: monotonic; when its first token is due. It only affects the queue's order; it cancels nothing.
+        deadline_s: when its first token is due, monotonic. It only affects the queue's order, and cancels nothing.
         tells_progress: each computed chunk of its prompt is reported (Prefilling).
         cache_domain: requests share cached prompts within a domain ...
         cache_salt: ... and with the same salt and adapter.
         adapter: None: the model as it is.
-        grammar: that holds each of its answers.
-        breakers: of DRY.
-        beams: its sequences are the answers of a search, best first; all come at its end.
-        speculates: drafts of its next tokens may be computed. The tokens are the same.
-        prediction_ids: what its answer is likely to say: a draft.
-        tells_answer: the ids of each sequence come with its end.
-        pooling: its prompt is all of it: a sequence of its own ends with a vector, and samples nothing.
+        grammar: each of its answers follows it.
+        breakers: DRY's sequence breakers.
+        beams: its sequences are the results of a beam search, best first; all come at its end.
+        speculates: speculative decoding is allowed. The tokens stay the same.
+        prediction_ids: the client's predicted answer, used as a draft.
+        tells_answer: a sequence's end includes all its token ids.
+        pooling: its one sequence ends with a vector after the prompt, and samples nothing.
     """
 
     request_id: str  # ours, never the client's
@@ -165,7 +165,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_root(self) -> tuple[str, str]:
-        """What chains of cached blocks begin with: requests of another root share none."""
+        """Where its chains of cached blocks begin: requests with different roots share no blocks."""
         domain = self.cache_domain if self.adapter is None else f"{self.cache_domain}\0{self.adapter.digest}"
         return domain, self.cache_salt
 
@@ -179,7 +179,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(Protocol):
-    """What the gate must know of a request, whoever computes it: see Request."""
+    """What the gate needs to know of a request, whichever backend computes it: see Request."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -187,11 +187,11 @@ class Demand(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Of each of its sequences."""
+        """For each of its sequences."""
 
     @property
     def counts_late(self) -> bool:
-        """All tokens of its answer are counted at its end."""
+        """All its tokens are counted at its end, not as they come."""
 
     @property
     def num_sequences(self) -> int: ...
@@ -220,8 +220,8 @@ class Cancel(msgspec.Struct, frozen=True):
 
     Args:
         index: the sequence; None for all of the request.
-        num_tokens_kept: how many of that sequence's tokens the loop has used: the usage does not count later ones.
-            None: the loop has used all it was given. Without an index it applies to each of the sequences.
+        num_tokens_kept: how many of that sequence's tokens the loop has used; the usage does not count later ones.
+            None: all that were delivered. Without an index it applies to each sequence.
     """
 
     request_id: str
@@ -231,19 +231,19 @@ class Cancel(msgspec.Struct, frozen=True):
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """Leave the request out of the next plans; its KV stays."""
+    """Leave the request out of the next plans; it keeps its KV blocks."""
 
     request_id: str
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Let a paused request go on."""
+    """Resume a paused request."""
 
     request_id: str
 
 
 class ClearCache(msgspec.Struct, frozen=True):
-    """Empty the prefix cache. Running requests keep what they hold."""
+    """Empty the prefix cache. Running requests keep their blocks."""
 
 
 class Inspect(msgspec.Struct, frozen=True):
@@ -257,7 +257,7 @@ class Inspect(msgspec.Struct, frozen=True):
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """Tell of steps and preemptions until a time, monotonic; and once who has which block."""
+    """Report steps and preemptions until a time, monotonic; and, if requested, the block map once."""
 
     until_s: float
     tells_blocks: bool = False
@@ -270,12 +270,12 @@ class Usage(msgspec.Struct, frozen=True):
     """What a request cost, in tokens, over all its sequences.
 
     Args:
-        num_prompt_tokens: computed or cached, counted once: less than the whole prompt if the request ended before.
+        num_prompt_tokens: computed or cached, counted once; less than the prompt if the request ended early.
         num_completion_tokens: sampled and kept, an ending stop id included.
-        num_cached_tokens: of the prompt's, those that an earlier request had computed.
-        num_thought_tokens: of the completion's, those of the model's thought, its markers included.
-        num_predicted_tokens: of the completion's, those taken from the request's prediction ...
-        num_mispredicted_tokens: ... and those computed in vain, which are not in the others.
+        num_cached_tokens: prompt tokens that an earlier request had computed.
+        num_thought_tokens: completion tokens of the reasoning, its markers included.
+        num_predicted_tokens: completion tokens taken from the request's prediction ...
+        num_mispredicted_tokens: ... and rejected ones, which the other counts leave out.
     """
 
     num_prompt_tokens: int
@@ -287,12 +287,12 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a request took of the machine, over all its sequences. EngineStats has the totals under the same names.
+    """The machine resources of a request, over all its sequences. EngineStats has the totals under the same names.
 
     Args:
-        device_s: its part of the steps that it was in, by the step-cost model.
-        kv_block_s: blocks it held, times the duration of the steps meanwhile; a shared one counts for each holder.
-        num_spared_steps: its tokens that came with an earlier one of their step: right drafts, and forced text.
+        device_s: its share of the steps it was part of, by the step-cost model.
+        kv_block_s: its blocks times the duration of the steps meanwhile; a shared block counts for each request.
+        num_spared_steps: tokens that needed no step of their own: accepted drafts and forced text.
     """
 
     device_s: float = 0.0
@@ -312,19 +312,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The rarer news of a sequence: tokens with logprobs, its end, and with `usage` its request's end.
+    """The rarer output of a sequence: tokens with logprobs, its end, and with `usage` its request's end.
 
     A chunk's tokens are not repeated in the columns of its StepDelivery. Exactly one chunk per request has `usage`: the
-    terminal one, which is also the last news of that request. A stop id that ends a sequence is not text: it counts in
-    the usage but is neither in the columns nor in token_ids, and the sequence ends with FinishReason.STOP.
+    terminal one, which is also the request's last output. A stop id that ends a sequence is not text: it counts in the
+    usage but is neither in the columns nor in token_ids, and the sequence ends with FinishReason.STOP.
 
     Args:
-        stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
-        prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
-            and in order, before any generated token, in chunks that contain nothing else.
-        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
+        stop_logprobs: with finish_reason: of the stop id that ends it, if logprobs are requested.
+        prompt_logprobs: the next ones of the request's prompt, whatever the index. All tokens except the first come
+            once and in order, before any generated token, in chunks without anything else.
+        answer_ids: with finish_reason: all ids of the sequence except the stop id, if requested.
         stop_id: with finish_reason: that id.
-        pooled: with finish_reason: the vector that the request asks for, float32.
+        pooled: with finish_reason: the requested vector, float32.
     """
 
     request_id: str
@@ -359,7 +359,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
     Args:
         num_chunks: steps that computed some of the prompt.
-        num_cached_tokens: of the prompt, from the prefix cache.
+        num_cached_tokens: prompt tokens from the prefix cache.
     """
 
     request_id: str
@@ -369,7 +369,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class Prefilling(msgspec.Struct, frozen=True):
-    """How many tokens of an unfinished prompt are computed, if its request tells its progress."""
+    """How many tokens of an unfinished prompt are computed, if its request has tells_progress."""
 
     request_id: str
     num_tokens: int
@@ -379,7 +379,7 @@ EngineMark = Admitted | Prefilled | Prefilling
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loop's metrics and estimates come from. Counters are since the start."""
+    """The engine's state and counters, for metrics and estimates. Counters are since the start."""
 
     num_waiting: int = 0  # sequences in the queue
     num_running: int = 0  # sequences that hold blocks
@@ -430,8 +430,8 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     """The directory that keeps host blocks beyond the end of the process.
 
     Args:
-        is_deleting: some forgotten blocks are still to be deleted.
-        num_undeleted: forgotten blocks that could not be deleted: a restarted server may find them.
+        is_deleting: some dropped blocks are still to be deleted.
+        num_undeleted: dropped blocks that could not be deleted; a restarted server may find them.
         num_unwritten: blocks that could not be written, since the start.
     """
 
@@ -459,7 +459,7 @@ class QueueState(TypedDict):
 
 
 class RunningState(TypedDict):
-    """A sequence that holds blocks.
+    """A sequence with blocks.
 
     Args:
         num_tokens: the prompt's and its own.
@@ -481,7 +481,7 @@ class StepState(TypedDict):
     """
     Args:
         num_prompt_kv_tokens, num_decoded_kv_tokens: read by them.
-        predicted_s: by the present step-cost model; None: too few steps were measured.
+        predicted_s: by the current step-cost model; None: too few steps were measured.
     """
 
     num_prompt_tokens: int
@@ -497,7 +497,7 @@ class BlocksState(TypedDict):
 
     Args:
         num_shared: held by more than one sequence.
-        num_cached: not held, with content that may be found again.
+        num_cached: not held, but found by later requests.
     """
 
     num_tokens_each: int
@@ -529,7 +529,7 @@ class ShareState(TypedDict):
     """A tenant that is not idle, or is ahead of the others.
 
     Args:
-        counter_s: engine seconds divided by its share; the least goes first.
+        counter_s: engine seconds divided by its share; the lowest goes first.
         served_s: engine seconds in all.
         num_running: sequences that hold blocks.
     """
@@ -555,7 +555,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     """The answer to Inspect.
 
     Args:
-        serial: of the Inspect; the last of several that are answered together.
+        serial: of the Inspect; of the last one, if several are answered together.
         state: never changed.
     """
 
@@ -617,7 +617,7 @@ class BlockMap(msgspec.Struct, frozen=True):
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """News for somebody who watches."""
+    """Output for the dashboard."""
 
     steps: list[StepTrace]
     preempted: list[Preempted]
@@ -625,13 +625,13 @@ class Watched(msgspec.Struct, frozen=True):
 
 
 class StepDelivery(msgspec.Struct, frozen=True):
-    """One step's news for the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
+    """One step's output for the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
 
     Marks precede columns in time, and columns precede chunks. A sequence's tokens are in order, within a delivery and
     over several.
 
     Args:
-        snapshot: if an Inspect has come since the last delivery.
+        snapshot: set if an Inspect has come since the last delivery.
     """
 
     request_ids: list[str]
@@ -645,14 +645,14 @@ class StepDelivery(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence's new text. The loop makes it of tokens and holds back what may become a stop string.
+    """A sequence's new text. The loop decodes it from tokens and withholds what may become a stop string.
 
     Plain text without anything else is passed on without a Delta.
 
     Args:
-        logprobs: of this text's tokens, when asked for.
-        stop_logprobs: with finish_reason: of the ending id, which has no text, when asked for.
-        prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
+        logprobs: of this text's tokens, if requested.
+        stop_logprobs: with finish_reason: of the ending id, which has no text, if requested.
+        prompt_logprobs: of the prompt's next tokens, except its first, if requested; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
         stop_id: with finish_reason: the id that ends it.

@@ -156,7 +156,7 @@ def load_adapter(
                     f" and rank {rank} of {CONFIG_FILE} ask for {list(wanted[part])}.{_made_for(base)}"
                 )
         if rank > most_rank:
-            raise BadAdapter(f"{file}: {module} has rank {rank}; --max-lora-rank {most_rank} has no room for it.")
+            raise BadAdapter(f"{file}: {module} has rank {rank}; --max-lora-rank {most_rank} is too low for it.")
         layer = by_layer.setdefault(int(name.split(".")[2]), {})
         layer[name] = (down, up.float().mul_(factor) if up.dtype != torch.float64 else up * factor)
     if not by_layer:
@@ -218,7 +218,7 @@ def _read(file: Path, most_bytes: int, told: Any = None) -> tuple[bytes, Any]:
         beside = " Pickled weights (.bin) are not read." if file.name == WEIGHTS_FILE else ""
         raise BadAdapter(f"{file} cannot be read: {error.strerror or error}.{beside}") from error
     if len(content) > most_bytes:
-        raise BadAdapter(f"{file} is larger than {most_bytes} bytes, the most that --max-lora-rank has room for.")
+        raise BadAdapter(f"{file} is larger than {most_bytes} bytes, the most for this --max-lora-rank.")
     told.update(len(content).to_bytes(8, "little"))
     told.update(content)
     return content, told
@@ -256,7 +256,7 @@ def _parse(file: Path, content: bytes) -> tuple[_Scaling, str]:
             raise refuse(name, "it must be an object")
         for pattern in patterns:
             if not pattern.removeprefix("^").replace(".", "").replace("_", "").isalnum():
-                raise refuse(name, f"{pattern!r} is no name of a module; other patterns are not read")
+                raise refuse(name, f"{pattern!r} is not a module name; other patterns are not supported")
     try:
         rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
         ranks = {name: int(value) for name, value in ranks.items()}

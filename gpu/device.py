@@ -113,7 +113,7 @@ def _threads(asked: int | None) -> tuple[int, str]:
     cores = num_physical_cores()
     if asked is not None:
         if asked < 1:
-            raise DeviceUnavailable(f"{asked} compute threads cannot compute.", f"--threads {max(1, cores - 1)}")
+            raise DeviceUnavailable(f"{asked} compute threads are too few.", f"--threads {max(1, cores - 1)}")
         return asked, "asked for"
     return cores, f"{cores} physical cores; fewer for steps of few tokens"
 

@@ -93,7 +93,7 @@ def plan_encoder(directory: Path, config: EncoderConfig, engine: EngineConfig) -
     )
     if plan.needed_bytes > plan.free_bytes:
         cause = f"{directory} needs {plan.needed_bytes} bytes, and {plan.free_bytes} are free"
-        raise StartupError(cause, "--max-model-len or --max-batch-tokens lower, or a smaller model", ExitCode.MEMORY)
+        raise StartupError(cause, "lower --max-model-len or --max-batch-tokens, or a smaller model", ExitCode.MEMORY)
     return plan
 
 

@@ -183,13 +183,13 @@ def kv_dtype_of(config: ModelConfig, engine: EngineConfig, choice: DeviceChoice)
         return choice.dtype
     why = None
     if choice.device.type != "cpu":
-        why = "keys and values in 8 bits are for CPUs"
+        why = "an 8-bit KV cache is supported only on CPUs"
     elif config.latent is not None:
-        why = "latent attention caches vectors, which it reads in the serving format"
+        why = "latent attention needs its cache in the format of --dtype"
     elif config.head_dim % 2:
         why = f"heads of {config.head_dim} numbers are not pairs"
     if why is not None:
-        raise StartupError(f"--kv-dtype {engine.kv_dtype} cannot be kept: {why}.", "start without --kv-dtype.")
+        raise StartupError(f"--kv-dtype {engine.kv_dtype} is not supported here: {why}.", "start without --kv-dtype.")
     return INT8
 
 

@@ -689,7 +689,7 @@ def open_offload(
         except OSError as error:
             offload.directory.close(time.monotonic() + SAVE_S)
             raise StartupError(
-                f"Keys and values cannot be read from {path}: {error.filename or path}: {error.strerror}.",
+                f"The KV cache cannot be read from {path}: {error.filename or path}: {error.strerror}.",
                 "--kv-offload-dir with a directory whose files all belong to this server, or an empty one.",
             ) from error
     return offload
@@ -704,13 +704,13 @@ def _open_directory(path: Path, limit_bytes: int | None, fingerprint: str, block
         return KVDirectory(path, limit_bytes, fingerprint, block_bytes)
     except BlockingIOError:
         raise StartupError(
-            f"Another process keeps its keys and values in {path}.",
+            f"Another process uses {path} for its KV cache.",
             "--kv-offload-dir with a directory of its own.",
             ExitCode.TRANSIENT,
         ) from None
     except OSError as error:
         raise StartupError(
-            f"Keys and values cannot be kept in {path}: {error.strerror}.",
+            f"The KV cache cannot be stored in {path}: {error.strerror}.",
             "--kv-offload-dir with a writable directory.",
             ExitCode.TRANSIENT if error.errno in (errno.ENOSPC, errno.EDQUOT) else None,
         ) from error

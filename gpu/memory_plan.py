@@ -322,7 +322,7 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
     asked_bytes, block_bytes = engine.kv_offload_bytes, bytes_per_block(model, dtype)
     if 0 < asked_bytes < block_bytes:
         least = f"--kv-offload-memory of at least {-(-block_bytes // MIB)}MiB."
-        raise StartupError("--kv-offload-memory has no room for a block of keys and values.", least)
+        raise StartupError("--kv-offload-memory is too small for one KV block.", least)
     if asked_bytes > free_bytes:
         unit = _unit_of(asked_bytes, free_bytes)
         raise NotEnoughMemory(
@@ -337,7 +337,7 @@ def _with_length(model: ModelConfig, engine: EngineConfig) -> EngineConfig:
     length = model.max_position if engine.max_model_len is None else engine.max_model_len
     if not 0 < length <= model.max_position:
         raise StartupError(
-            f"A context of {length} tokens was asked for; the model was made for up to {model.max_position}.",
+            f"A context of {length} tokens was requested; the model supports up to {model.max_position}.",
             f"--max-model-len {model.max_position}, or less.",
         )
     return replace(engine, max_model_len=length)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def not_deterministic(cause: str) -> StartupError:
     """--deterministic is refused. cause: a phrase."""
     fix = "start without --deterministic, or on a CPU with another --dtype or --quantize"
-    return StartupError(f"--deterministic cannot be kept: {cause}.", fix, ExitCode.DEVICE)
+    return StartupError(f"--deterministic is not possible: {cause}.", fix, ExitCode.DEVICE)
 
 
 HeadNorms = tuple[Tensor, Tensor]

@@ -307,7 +307,7 @@ class QuantizeCache:
         except (FileNotFoundError, NotADirectoryError):
             return  # nothing was cached
         except OSError as error:
-            logger.warning("the cache of quantised weights in %s is not trimmed: %s", self._directory, error)
+            logger.warning("the cache of quantized weights in %s cannot be trimmed: %s", self._directory, error)
 
     def _write(self, file: Path, quantized: QuantizedWeight) -> None:
         parts = _parts(quantized)
@@ -323,7 +323,7 @@ class QuantizeCache:
                 raise
         except (OSError, SafetensorError) as error:
             self._is_writable = False
-            logger.warning("quantised weights are not kept in %s: %s", self._directory, error)
+            logger.warning("quantized weights cannot be cached in %s: %s", self._directory, error)
 
 
 @contextmanager
@@ -369,7 +369,7 @@ def _read_cached(file: Path) -> tuple[Tensor, ...] | None:
     except FileNotFoundError:
         return None
     except (SafetensorError, OSError) as error:
-        logger.warning("%s is made again: %s", file, error)
+        logger.warning("%s is rebuilt: %s", file, error)
         return None
 
 

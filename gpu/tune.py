@@ -174,7 +174,7 @@ def why_not_deterministic(config: ModelConfig, engine: EngineConfig, choice: Dev
         return None
     why = why_no_kernels(config, choice) or cuda.why_no_attention(config, choice.dtype)
     if why is not None:
-        return f"torch's operators add in an order that depends on the step, and would serve ({why})"
+        return f"torch's operators add in an order that depends on the step, and would be used ({why})"
     parts = {
         "recurrent layers": config.recurrence is not None,
         "experts that scale their inputs": config.experts is not None and config.experts.scales_inputs,
@@ -325,7 +325,7 @@ class Tuning:
             at_once(self._look(is_starting=True))
         self._keep()
         if not self.measured.is_settled:
-            logger.info("two looks did not settle the threads: %s", self.measured)
+            logger.info("two measurements did not settle the number of threads: %s", self.measured)
 
     @torch.inference_mode()
     def look_again(self) -> Generator[None]:

@@ -209,9 +209,9 @@ def describe_blocks(checkpoint: Checkpoint, why_not: str | None) -> str:
     for name, size in sizes.most_common():
         if name not in FLOATS:
             (kept if name in FORMATS and why_not is None else others).append(f"{name} {size / total:.0%}")
-    said = [f"{', '.join(kept)} as stored, multiplied by rows in 8 bits"] if kept else []
+    said = [f"{', '.join(kept)} as stored, multiplied by activations in 8 bits"] if kept else []
     if others:
-        said.append(f"{', '.join(others)} turned into floats while loading" + (f": {why_not}" if why_not else ""))
+        said.append(f"{', '.join(others)} dequantized while loading" + (f": {why_not}" if why_not else ""))
     return "; ".join(said) or "floats"
 
 

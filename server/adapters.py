@@ -59,7 +59,7 @@ class Adapters:
         """
         name = asked.lora_name
         if not name.isprintable() or name != name.strip():
-            message = "lora_name must be printable characters in one line, without spaces around them."
+            message = "lora_name must be printable characters in one line, without spaces at its ends."
             raise InvalidRequest(message, "lora_name")
         path, root = self._path_of(asked.lora_path)
         served = {card.id: card for card in self._reader.cards}
@@ -114,7 +114,7 @@ class Adapters:
     def _path_of(self, asked: str) -> tuple[Path, str]:
         """The directory, and its name for clients. Its files must lie below the operator's, too: links are followed."""
         if self.directory is None:
-            message = "This server loads no adapters by request. Its operator can name a directory: --lora-dir."
+            message = "This server does not load adapters on request. Its operator can allow it with --lora-dir DIR."
             raise ServiceError(ErrorKind.PERMISSION, message, "lora_loading_disabled")
         above = self.directory.resolve()
         try:
@@ -131,8 +131,10 @@ class Adapters:
         """There is memory for one more than `most`, while it replaces another."""
         num_loaded = sum(card.adapter is not None for card in self._reader.cards) - is_replacing
         if num_loaded + len(self._coming) >= self.most:
-            message = f"{num_loaded} adapters are loaded; --max-loras {self.most} has no room for more. Unload one."
+            message = f"{num_loaded} adapters are loaded, the most that --max-loras allows. Unload one."
             raise ServiceError(ErrorKind.CONFLICT, message, "lora_limit")
         if len(self.in_memory) + len(self._coming) >= self.most + is_replacing:
-            message = "An unloaded adapter still has requests in progress, and its memory is needed. Ask again."
+            message = (
+                "The memory of an unloaded adapter is needed, but its requests are still running. Try again later."
+            )
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "lora_limit", retry_after_s=1)

@@ -1,7 +1,7 @@
 """From a request's head to its handler, and from an error to its answer. Thread: loop.
 
-Every request passes here once: route, authentication, readiness, handler, access line. What a handler may ask of the
-server is App; what is known of its request is Exchange. The handlers and their routes: routes.py.
+Every request passes here once: route, authentication, readiness, handler, access log line. App is what handlers may use
+of the server, Exchange is one request. The handlers and their routes are in routes.py.
 """
 
 import logging
@@ -95,11 +95,11 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the server has to do, with what it waits for at upstreams.
+    """The server's load, including what it waits for at upstreams.
 
     Args:
-        kv_usage: part of the KV blocks in use.
-        expected_s: until the first token of a request that came now; None: not known.
+        kv_usage: share of KV blocks in use, 0 to 1.
+        expected_s: time to first token that a new request would see; None: unknown.
     """
 
     num_running: int
@@ -109,12 +109,12 @@ class Load:
 
     @property
     def weight(self) -> int:
-        """In percent, that the server should get: half of it, if a new request waits for a second."""
+        """haproxy's weight for this server, in percent: 50 if a new request would wait for a second."""
         expected_s = float(self.num_waiting) if self.expected_s is None else self.expected_s
         return max(1, round(100 / (1 + expected_s)))
 
     def report(self, form: bytes) -> Headers:
-        """For the answer to a request that asks for it (ORCA): TEXT or JSON; of other forms, nothing."""
+        """ORCA load header for a request that asks for it, in the format TEXT or JSON; nothing for other formats."""
         named = {
             "kv_cache_usage_perc": round(self.kv_usage, 4),
             "num_requests_running": self.num_running,
@@ -132,12 +132,12 @@ class Load:
 
 @dataclass(slots=True, kw_only=True)
 class Exchange(Account):
-    """A request, what is known of it so far, and its answer.
+    """A request, its state so far, and its answer.
 
     Args:
-        argument: what the route's prefix leaves of the path, decoded.
-        errors: as the route has them; Anthropic's where the request says `anthropic-version`.
-        identify: returns the caller, or raises ServiceError; None: the request's head says who it is.
+        argument: the rest of the path behind the route's prefix, decoded.
+        errors: the route's error format; Anthropic's if the request has `anthropic-version`.
+        identify: returns the caller, or raises ServiceError; None: by the request's credentials.
     """
 
     stream: HttpStream
@@ -149,7 +149,7 @@ class Exchange(Account):
 
     @property
     def known_caller(self) -> Caller:
-        """For handlers of routes that ask for a right."""
+        """The caller; only for routes that require a right."""
         assert self.caller is not None, "the caller of such a route has been identified"
         return self.caller
 
@@ -160,7 +160,7 @@ class Exchange(Account):
 
     @property
     def own_cards(self) -> tuple[ServedModel, ...]:
-        """Those of them that this process computes. Raises ServiceError (not found) if it has no engine."""
+        """Those of them that this process runs. Raises ServiceError (not found) if it has no engine."""
         return self.server.served.reader.cards_for(self.known_caller.tenant)
 
     @property
@@ -179,13 +179,13 @@ class Exchange(Account):
         media_type: bytes = JSON_TYPE,
         caching: tuple[bytes, bytes] = NO_STORE,
     ) -> None:
-        """Answer with a document that no generation writes."""
+        """Answer with a document; not for generations."""
         self.enter(Stage.LAST_FLUSH)
         self.stream.send_document(status, body, (*answer_headers(self.timings, caching), *headers), media_type)
         self.stream.call_once_written(self.timings.finish)
 
     def begin_trace(self) -> None:
-        """Give a generation that came without a trace one of its own, if traces are exported."""
+        """Start a trace for a generation that came without one, if traces are exported."""
         if self.trace is None and self.server.accounting.export is not None:
             self.trace = TraceContext(token_hex(16), self.server.new_span_id(), None, is_sampled=True)
             current_trace_id.set(self.trace.trace_id)
@@ -201,17 +201,17 @@ async def at_once(work: Callable[[], T], /) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """What /openapi.json tells of a route (openapi.py), and docs/api.md's tables.
+    """A route's description, for /openapi.json (openapi.py) and the tables of docs/api.md.
 
     Args:
-        body: the type that it is decoded into; a tuple: names of a form's fields; None: no body is read.
-        surface: whose table of other fields holds for the body.
-        example: of a body.
-        answer: the type of its JSON; bytes: another media type.
-        events: the type of a stream's events, which `media_type` frames.
-        ends_with_done: the last of them is no JSON.
-        query: the types of its fields.
-        below: what follows the route's prefix, such as "{file_id}/content".
+        body: type of the decoded body; a tuple: names of form fields; None: no body.
+        surface: the API whose table of further fields applies to the body.
+        example: an example body.
+        answer: type of the JSON answer; bytes: another media type.
+        events: type of a stream's events, framed as `media_type`.
+        ends_with_done: the last event is [DONE], not JSON.
+        query: types of the query's fields.
+        below: path behind the route's prefix, such as "{file_id}/content".
     """
 
     summary: str
@@ -229,15 +229,15 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A handler, and what is checked before it runs.
+    """A handler, and the checks before it runs.
 
     Args:
-        scope: the right that the caller must have; None: no caller is identified.
-        is_counted: the caller's quotas bound it.
-        needs_tokens: a generation, for which quotas of tokens count, too.
-        errors: how its errors are written.
-        headers: of every answer, refusals included.
-        operations: several where a prefix has several paths below it; none of the page's own files.
+        scope: right that the caller needs; None: callers are not identified.
+        is_counted: it counts against the caller's request quotas.
+        needs_tokens: it is a generation, and counts against token quotas too.
+        errors: format of its errors.
+        headers: added to every answer, refusals included.
+        operations: several if the prefix has several paths below it; none for the dashboard's files.
     """
 
     handler: Handler
@@ -263,25 +263,25 @@ class MethodNotAllowed(ServiceError):
 
 
 class App:
-    """Answers every request of every connection. The server's start sets the last four attributes, one by one.
+    """Answers every request of every connection. The start of the server sets some attributes later, one by one.
 
     Args:
-        find_route: by path and method, with the argument that the path has for it; raises ServiceError.
+        find_route: returns the route of a path and method, and the argument in the path; raises ServiceError.
         new_request_id: makes unique ids.
-        new_span_id: makes ids of 16 hex digits, for our spans in clients' traces.
-        cross_origin: the sites whose pages may read the answers; None: none.
-        metrics_need_key: as everything else does.
+        new_span_id: makes ids of 16 hex digits, for the server's spans in clients' traces.
+        cross_origin: origins whose pages may read answers; None: none.
+        metrics_need_key: /metrics requires a key.
 
     Attributes:
-        exchanges: in progress.
-        generations, card: set when the model is loaded; adapters: then, if it takes any.
-        listener: set before anything is asked.
+        exchanges: requests in progress.
+        generations, card: set when the model is loaded; so is adapters, if it supports them.
+        listener: set before the first request.
         drain: ends the process as SIGTERM does; returns the seconds of grace.
-        local_models: those that are started on demand; None: there are none.
-        responses: those that are stored; None: none are.
-        batches: of files' lines; None: there are none.
+        local_models: models that start on demand; None: there are none.
+        responses: the stored responses; None: they are not stored.
+        batches: /v1/batches; None: it is not served.
         live: the dashboard's stream.
-        offload: runs what waits for the disk on another thread.
+        offload: runs disk work on another thread.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class App:
 
     @property
     def loaded_engine(self) -> EngineClient:
-        """For operators, who may ask while the server drains.
+        """For operators' routes, which work while the server drains too.
 
         Raises:
             ServiceError: the model is still loading.
@@ -353,7 +353,7 @@ class App:
 
     @property
     def stats(self) -> EngineStats:
-        """Of the engine in this process; without one, all zeros."""
+        """Counters of the engine in this process; without one, all zeros."""
         own = None if self.generations is None else self.generations.own
         return EngineStats() if own is None else own.engine.stats
 
@@ -369,7 +369,7 @@ class App:
         )
 
     def agent_line(self) -> str:
-        """What haproxy is told."""
+        """The answer to haproxy's agent-check."""
         if self.readiness.is_draining:
             return "drain"
         if not self.readiness.is_ready or self.readiness.is_stalled:
@@ -387,8 +387,8 @@ class App:
         """The connection's handler: exactly one answer, whatever happens.
 
         Args:
-            request_id: of a batch's line, which may be asked again.
-            identify: likewise, its caller.
+            request_id: id of a batch's line, which may be run again.
+            identify: returns the caller of a batch's line.
         """
         now = self.clock.monotonic()
         timings = StageClock(stream.received_s, now)
@@ -436,7 +436,7 @@ class App:
             stream.call_once_written(partial(self._close, exchange, error_code))
 
     def _close(self, exchange: Exchange, error_code: str | None, now_s: float) -> None:
-        """Account for it: its answer's last byte is with the kernel, or its client has left."""
+        """Account for it: the kernel has the last byte of its answer, or its client has left."""
         exchange.timings.finish(now_s)
         self.accounting.close(exchange, exchange.refused_status or status_told(exchange.stream), error_code)
 
@@ -450,7 +450,7 @@ class App:
         gate, client = self.known_listener.gate, exchange.client
         reason = gate.why_refused(client)
         if reason == DENIED:
-            message = f"Requests from {client.address} are not taken here. Ask the operator to allow your network."
+            message = f"Requests from {client.address} are not allowed. Ask the operator to allow your network."
             raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
         if reason is not None:
             message = f"Too many requests from {client.address} are in progress. Wait for one of them to end."
@@ -499,16 +499,16 @@ class App:
             await route.handler(exchange)
 
     def _check_operator(self, exchange: Exchange) -> None:
-        """Raises ServiceError (permission): without keys, operators' routes are for this machine alone."""
+        """Raises ServiceError (permission): without keys, operators' routes are only for this machine."""
         if not is_operators(exchange.request, exchange.stream.peer, self.known_listener.gate.trusts_proxies):
             message = (
-                "Without a key, this is for the operator on this machine, at http://127.0.0.1 or http://localhost and "
-                "without a proxy. For others, the operator configures a key with the right 'admin' (docs/dashboard.md)."
+                "Without a key, this is only for clients on the same machine, at http://127.0.0.1 or http://localhost "
+                "and without a proxy. For others, configure a key with the right 'admin' (docs/dashboard.md)."
             )
             raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
 
     async def _handle_counted(self, route: Route, exchange: Exchange) -> None:
-        """Count the request in its caller's quotas, unless the server has no room for it."""
+        """Count the request in its caller's quotas, unless the server is full."""
         exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self.gate.quotas.ticket_for(exchange.known_caller)
         exchange.stream.late_headers = ticket.headers
@@ -543,7 +543,7 @@ class App:
         exchange.send(exchange.errors.body(error, exchange.request_id), exchange.errors.status(error), headers)
 
     def fail_all(self, error: ServiceError) -> None:
-        """Break off every generation and every wait for a body: the error is the answer, or ends the stream."""
+        """End every generation and every wait for a body with this error."""
         if self.generations is not None:
             self.generations.fail_all(error)
         for stream in self.exchanges:
@@ -553,8 +553,8 @@ class App:
         return self.gate.directory.has_revoked(caller)
 
     def end_revoked(self) -> None:
-        """Break off the requests of revoked callers; what they have used is billed."""
-        message = "What this request was sent with has been revoked. Ask the operator for another key."
+        """End the requests of revoked callers; their usage so far is billed."""
+        message = "The credential of this request has been revoked. Ask the operator for another."
         error = ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")
         for stream, exchange in list(self.exchanges.items()):
             if exchange.caller is not None and self.has_revoked(exchange.caller):
@@ -571,14 +571,13 @@ class App:
         stream: HttpStream | None,
         http2_error: Http2ErrorCode | None,
     ) -> tuple[Headers, bytes]:
-        """What a connection answers where no handler can: bytes that are no request, or a body that broke off.
+        """Answers where no handler can: the bytes are no valid request, or its body is incomplete.
 
         Args:
             status: one of PROTOCOL_CODES.
-            peer: of the connection.
-            since: when the first of those bytes came, on the loop's clock.
-            stream: whose body it was; its handler sees a disconnect.
-            http2_error: is sent instead, by RST_STREAM or GOAWAY.
+                since: arrival of the first of those bytes, on the loop's clock.
+            stream: the stream with the incomplete body; its handler sees a disconnect.
+            http2_error: sent instead, by RST_STREAM or GOAWAY.
         """
         exchange = None if stream is None else self.exchanges.get(stream)
         request = NO_REQUEST if stream is None else stream.request

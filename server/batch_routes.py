@@ -69,11 +69,9 @@ def parse_form(body: bytes, content_type: bytes) -> dict[str, Part]:
         head = at + len(mark) + 2
         start, at = body.find(b"\r\n\r\n", head), body.find(b"\r\n" + mark, head)
         if start < 0 or at < start:
-            raise InvalidRequest("The form is cut off. Send it whole.", code="invalid_form")
+            raise InvalidRequest("The form is incomplete. Send all of it.", code="invalid_form")
         if (num_bytes := start - head) > MOST_HEAD_BYTES:
-            message = (
-                f"A field of the form has a head of {num_bytes:,} bytes, and at most {MOST_HEAD_BYTES:,} are taken."
-            )
+            message = f"The headers of a form field have {num_bytes:,} bytes; at most {MOST_HEAD_BYTES:,} are allowed."
             raise InvalidRequest(f"{message} Shorten its name, or that of its file.", "file", "invalid_form")
         fields = body[head:start]
         name, filename = _FIELD.search(fields), _FILENAME.search(fields)
@@ -83,7 +81,7 @@ def parse_form(body: bytes, content_type: bytes) -> dict[str, Part]:
         parts[name[1].decode("utf-8", "replace")] = Part(shown, whole[start + 4 : at])
         at += 2
     if at < 0 or body[at + len(mark) : at + len(mark) + 2] != b"--":
-        message = f"The form is cut off, or has over {MOST_FIELDS} fields. Send it whole: file, purpose, expires_after."
+        message = f"The form is incomplete, or has over {MOST_FIELDS} fields. Send file, purpose and expires_after."
         raise InvalidRequest(message, code="invalid_form")
     return parts
 
@@ -110,7 +108,7 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
 
 def known_batches(exchange: Exchange) -> Batches:
     if (batches := exchange.server.batches) is None:
-        message = "This server keeps no files. Its operator can let it: --files DIR."
+        message = "This server stores no files. Its operator can enable them with --files DIR."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "files_disabled")
     return batches
 
@@ -130,7 +128,7 @@ async def upload(exchange: Exchange) -> None:
         form = parse_form(body, content_type)
         file = _file_of(form, caller.tenant.name, now_s)
         if file.bytes > limits.max_file_bytes:
-            message = f"The file has {file.bytes:,} bytes, and at most {limits.max_file_bytes:,} are taken."
+            message = f"The file has {file.bytes:,} bytes; at most {limits.max_file_bytes:,} are allowed."
             raise ServiceError(ErrorKind.BODY_TOO_LARGE, message, "file_too_large", "file")
         batches.store.add_file(file, form["file"].content, limits.quota)
         return file, form.keys() - FORM_FIELDS
@@ -145,7 +143,7 @@ def _file_of(form: Mapping[str, Part], tenant: str, now_s: int) -> File:
     if part is None or part.filename is None:
         raise InvalidRequest("The form has no file: curl -F purpose=batch -F file=@requests.jsonl", "file")
     if purpose != Purpose.BATCH:
-        raise InvalidRequest("purpose must be 'batch': files are kept for batches alone.", "purpose")
+        raise InvalidRequest("purpose must be 'batch': files are stored only for batches.", "purpose")
     if len(part.filename) > MOST_NAME_CHARS or not part.filename:
         raise InvalidRequest(f"The file's name must have 1 to {MOST_NAME_CHARS} characters.", "file")
     if not len(part.content):
@@ -195,7 +193,7 @@ async def show_file(exchange: Exchange) -> None:
     batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
     file_id, _, what = exchange.argument.partition("/")
     if what not in ("", "content"):
-        message = "Ask for /v1/files/ID or /v1/files/ID/content."
+        message = "Use /v1/files/ID or /v1/files/ID/content."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found")
     file = await batches.offload(lambda: batches.store.file(tenant, file_id))
     if what:
@@ -255,7 +253,7 @@ async def create_batch(exchange: Exchange) -> None:
     check_metadata(wire.metadata or {})
     file = await batches.offload(lambda: batches.store.file(caller.tenant.name, wire.input_file_id, "input_file_id"))
     if file.purpose != Purpose.BATCH:
-        message = f"{file.id} is of the purpose {file.purpose!r}: send a file that was uploaded for a batch."
+        message = f"{file.id} has the purpose {file.purpose!r}: send a file with the purpose 'batch'."
         raise InvalidRequest(message, "input_file_id")
     now_s, after = batches.now_s(), wire.output_expires_after
     batch = Batch(
@@ -302,7 +300,9 @@ async def show_batch(exchange: Exchange) -> None:
 async def cancel_batch(exchange: Exchange) -> None:
     batch_id, _, action = exchange.argument.partition("/")
     if action != "cancel":
-        raise ServiceError(ErrorKind.NOT_FOUND, "POST /v1/batches/ID/cancel is the only one.", "not_found")
+        raise ServiceError(
+            ErrorKind.NOT_FOUND, "There is no such route. To cancel a batch: POST /v1/batches/ID/cancel.", "not_found"
+        )
     batches = known_batches(exchange)
     exchange.send(batch_document(await batches.cancel(exchange.known_caller.tenant.name, batch_id)))
 

@@ -129,7 +129,7 @@ class Gate:
                 " --insecure, if everyone who can reach it may use it",
                 ExitCode.CONFIGURATION,
             )
-        logger.warning("anyone who reaches this port can use it, as --insecure says")
+        logger.warning("--insecure: anyone who can reach this port can use it")
 
     def prepare(self, config: ServerConfig) -> Callable[[], None]:
         """Read and check everything that a reload may change, without changing it yet.
@@ -195,7 +195,7 @@ class Gate:
         now_s = self._clock.unix()
         num_keys = before.num_valid_keys(now_s) - directory.num_valid_keys(now_s)
         gone = sorted(before.tenants.keys() - directory.tenants.keys())
-        logger.warning("revoked, though the reload is refused: keys=%d tenants=%s", num_keys, ",".join(gone) or "-")
+        logger.warning("revoked despite the failed reload: keys=%d tenants=%s", num_keys, ",".join(gone) or "-")
 
     def _stated(self) -> Stated:
         config = self._in_force
@@ -205,13 +205,13 @@ class Gate:
                 records = read_keys(config.keys_file)
                 good = {bytes.fromhex(one.sha256) for one in records if one.revoked is None}
         except StartupError as error:
-            logger.error("keys that were revoked since the last reload stay good: %s; %s", error.cause, error.fix)
+            logger.error("keys revoked since the last reload stay valid: %s; %s", error.cause, error.fix)
         tables: Any = None
         try:
             if config.config_file is not None:
                 tables = tomllib.loads(config.config_file.read_text(encoding="utf-8")).get("tenants")
         except (OSError, ValueError) as error:
-            logger.error("tenants that were removed since the last reload stay: %s: %s", config.config_file, error)
+            logger.error("tenants removed since the last reload stay valid: %s: %s", config.config_file, error)
         return Stated(
             tenants=stated_values(tables, "name", str),
             certificates=stated_values(tables, "certificates", certificate_name),
@@ -231,10 +231,10 @@ def jwt_rules(config: ServerConfig) -> JwtRules | None:
     """
     for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
         if config.jwks is None and value is not None:
-            cause = f"{flag} without --jwks: there are no keys to check JWTs with, and none would be taken"
+            cause = f"{flag} needs --jwks: without its keys every JWT is refused"
             raise StartupError(cause, "--jwks FILE, or the https URL of the issuer's keys", ExitCode.CONFIGURATION)
         if config.jwks is not None and value is None:
-            cause = f"--jwks without {flag}: tokens of the same issuer for other services would be taken"
+            cause = f"--jwks needs {flag}: without it, tokens for other services could be accepted"
             raise StartupError(cause, f"{flag} TEXT", ExitCode.CONFIGURATION)
     if config.jwt_issuer is None or config.jwt_audience is None:
         return None
@@ -248,7 +248,7 @@ def load_directory(config: ServerConfig) -> Directory:
             --auth is given, but no credential is configured.
     """
     if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
-        cause = f"the tenant {named[0]} has certificates, but clients are not asked for any"
+        cause = f"the tenant {named[0]} has certificates, but the server does not request any from clients"
         raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
     check_budgets(config.tenants, config)
     records = None if config.keys_file is None else read_keys(config.keys_file)
@@ -273,11 +273,11 @@ def check_budgets(tenants: Sequence[Tenant], config: ServerConfig) -> None:
     for tenant in tenants:
         for limits in (tenant.limits, tenant.key_limits):
             if (limits.money_per_day or limits.money_per_month) and not config.prices.by_model:
-                cause = f"the tenant {tenant.name} has a budget of money, and nothing has a price"
+                cause = f"the tenant {tenant.name} has a money budget, but no model has a price"
                 raise StartupError(cause, PRICES_SAMPLE, ExitCode.CONFIGURATION)
             is_monthly = limits.tokens_per_month or limits.money_per_month
             if is_monthly and config.ledger is not None and config.ledger_keep_s < MONTH_S:
-                cause = f"the tenant {tenant.name} has a budget of a month, and the ledger keeps less"
+                cause = f"the tenant {tenant.name} has a monthly budget, but --ledger-keep is shorter"
                 raise StartupError(cause, "--ledger-keep 31d, or more", ExitCode.CONFIGURATION)
 
 

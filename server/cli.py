@@ -28,11 +28,11 @@ COMMANDS = {
     "chat": ("talk to a model in the terminal", "chat"),
     "batch": ("run a file of requests, and write the answers beside it", "batch"),
     "bench": ("measure a server: steploop bench serve", None),
-    "doctor": ("say what is installed, what the machine has, and what would be served", "doctor"),
+    "doctor": ("show what is installed, the machine's hardware, and whether the model can be served", "doctor"),
     "keys": ("create, list and revoke API keys", "keys"),
-    "models": ("list the models that are here, what they need and whether they fit", "models"),
+    "models": ("list the local models, the memory they need and whether they fit", "models"),
     "replay": ("run recorded requests again, and compare their tokens", "replay"),
-    "usage": ("say what the ledger has: tokens, prices and device time by day, model, key or tenant", "usage"),
+    "usage": ("report usage from the ledger: tokens, prices and device time by day, model, key or tenant", "usage"),
 }
 ANSWERED_AT_ONCE = ("-h", "--help", "--version")
 IMPORT_TORCH = ("serve", "doctor", "models")
@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
     """Reports an error in two lines, as all commands do, instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise StartupError(message, f"{self.prog} --help shows what there is", ExitCode.USAGE)
+        raise StartupError(message, f"{self.prog} --help lists what there is", ExitCode.USAGE)
 
 
 def name_commands() -> tuple[CommandParser, dict[str, CommandParser]]:

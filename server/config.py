@@ -448,7 +448,7 @@ class ServerConfig:
     )
     trusted_proxies: tuple[IpNetwork | str, ...] = _LISTENING.several(
         _Kind(proxy_value, "NETWORK"),
-        "proxies whose word for the client's address is trusted; unix: everyone who connects to a Unix socket",
+        "proxies trusted to name the client's address; unix: everyone who connects to a Unix socket",
     )
     forwarded_header: str = _LISTENING(
         X_FORWARDED_FOR,
@@ -844,7 +844,9 @@ class ServerConfig:
         for bind in self.binds:
             kinds = _kinds(bind.address, passed)
             if bind.takes_proxy and not (trusted and kinds <= trusted):
-                cause = f"--bind proxy:{bind.address} accepts only trusted proxies, and none that can reach it is named"
+                cause = (
+                    f"--bind proxy:{bind.address} accepts only trusted proxies, but no --trusted-proxies can reach it"
+                )
                 raise StartupError(cause, f"--trusted-proxies {_sample_proxy(kinds)}", ExitCode.CONFIGURATION)
         is_given = any(name in ("host", "port") for name, _ in self.origins)
         if not is_given and (self.binds or passed):
@@ -852,8 +854,8 @@ class ServerConfig:
         own = TcpAddress(self.host, self.port)
         for bind in self.binds:
             if isinstance(bind.address, TcpAddress) and _overlap(own, bind.address):
-                cause = f"--host and --port name {own}, and --bind {bind.address} the same port"
-                raise StartupError(cause, f"leave --port {own.port} out, or the --bind", ExitCode.CONFIGURATION)
+                cause = f"--host and --port name {own}, and --bind {bind.address} has the same port"
+                raise StartupError(cause, f"remove --port {own.port}, or the --bind", ExitCode.CONFIGURATION)
         return (Bind(own), *self.binds)
 
     def to_engine_config(self) -> EngineConfig:
@@ -880,15 +882,15 @@ class ServerConfig:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
             found.append((cause, "leave one of them out"))
         if self.record_bodies and self.record is None:
-            found.append(("--record-bodies needs --record beside it", "--record DIR"))
+            found.append(("--record-bodies needs --record", "--record DIR"))
         if self.deterministic and self.tensor_parallel > 1:
-            cause = "--deterministic needs a single device: several do not add up their sums in a fixed order"
+            cause = "--deterministic needs a single device: several do not sum in a fixed order"
             found.append((cause, "leave one of them out"))
         if self.kv_offload_dir is not None and not self.kv_offload_bytes:
             cause = "--kv-offload-dir stores the contents of --kv-offload-memory, which is 0"
             found.append((cause, "--kv-offload-memory 1GiB, or as much as you want to keep"))
         if len(self.loras) > self.max_loras:
-            cause = f"--lora names {len(self.loras)} adapters, and --max-loras {self.max_loras} has no room for them"
+            cause = f"--lora names {len(self.loras)} adapters, more than --max-loras {self.max_loras} allows"
             found.append((cause, f"--max-loras {len(self.loras)}"))
         if self.draft is not None and (self.speculation == "off" or self.tensor_parallel > 1):
             other = "--speculation off" if self.speculation == "off" else f"--tensor-parallel {self.tensor_parallel}"

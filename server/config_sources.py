@@ -107,7 +107,7 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
         for one in of_model:
             if (model.path is None) != (one.path is None):
                 cause = f"the adapter {one.name!r} in {path} "
-                cause += "has no path" if one.path is None else "has a path, and upstreams answer for its model"
+                cause += "has no path" if one.path is None else "has a path, but upstreams serve its model"
                 fix = "set path for the adapter if its model has a path, and only then"
                 raise StartupError(cause, fix, ExitCode.CONFIGURATION)
         models[i] = structs.replace(model, adapters={one.name: one.path for one in of_model})
@@ -115,7 +115,7 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
     config = replace(config, models=tuple(models))
     config = replace(config, loras=(*config.loras, *_own_adapters(config, adapters, path)))
     if config.takes_adapters and not config.has_engine:
-        cause = "--lora and --lora-dir apply to the model of this process, and there is none"
+        cause = "--lora and --lora-dir apply to the model in this process, and there is none"
         raise StartupError(cause, "--model, or adapter_of with the name of one of [[models]]", ExitCode.CONFIGURATION)
     own = tuple(_own_model(config, model, path) for model in models if model.path is not None)
     origins = dict(config.origins)

@@ -2,12 +2,12 @@
 
     step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
 
-A token has one way. Text that is complete (whole characters that begin no stop string, no logprobs beside them) is
-written at once by the loop over the step's rows; otherwise the sequence's detokenizer decides what may be written.
+Text that needs no further processing (whole characters, no possible start of a stop string, no logprobs) is written at
+once by the loop over the step's rows; otherwise the sequence's detokenizer decides what may be written.
 
 The loop decides where text ends: a stop string is found here, a step or more after its token was sampled. The handle
-then drops later tokens, tells the engine how many were kept, and cuts the usage to that count, so that the same request
-has the same text and the same usage whatever the timing.
+then drops later tokens, tells the engine how many were kept, and limits the usage to that count, so that the same
+request has the same text and usage whatever the timing.
 """
 
 import asyncio
@@ -64,23 +64,23 @@ SLICE_CONNECTIONS = 16
 NOT_YET = -math.inf  # before the first text
 PACE_EVERY_S, MAX_PACES = 0.25, 4096  # a quarter of an hour of work
 LOOK_S, MOST_LOOKS = 0.05, 200  # while the files of a cleared cache are deleted
-_CLEARED = "No request finds now what was computed before"
+_CLEARED = "The prefix cache is cleared"
 
 
 class DeltaSink(Protocol):
-    """Takes a request's output as it comes. Called on the loop, within the delivery of the step; must not block.
+    """Receives a request's output. Called on the loop, during the delivery of the step; must not block.
 
     `choice` is the sequence's number among those that share the sink; `now_s` is when the output came, monotonic.
     """
 
     def on_begin(self, choice: int, now_s: float) -> None:
-        """The choice's first token has come; its text follows."""
+        """The choice's first token has arrived; its text follows."""
 
     def on_text(self, choice: int, text: str) -> None:
-        """The text of new tokens that come without logprobs or an end."""
+        """The text of new tokens, without logprobs or an end."""
 
     def text_writer(self, choice: int) -> TextWriter | None:
-        """A function that does on_text(choice, ...), for a choice that has had text before.
+        """A function equivalent to on_text(choice, ...), for a choice that has had text before.
 
         Valid until the choice has ended or been cancelled. None: not yet; ask again after the next on_text.
         """
@@ -88,15 +88,15 @@ class DeltaSink(Protocol):
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
     def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None:
-        """The ids of all that a choice has answered, after its last text, where the request asks for them.
+        """All token ids of a choice, after its last text, if the request has tells_answer.
 
         Args:
-            ids: without one that ends the answer.
-            cut_text: the end of their text, that a stop string has cut off.
+            ids: without the id that ends the answer.
+            cut_text: the end of their text that a stop string cut off.
         """
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
-        """The choice has so many tokens: 0 when it is submitted, later at least its mark.
+        """The choice's number of tokens: 0 when it is submitted, later at least its mark.
 
         Returns: its next mark, the number of tokens at which to call again.
         """
@@ -105,16 +105,16 @@ class DeltaSink(Protocol):
         """One of its requests has passed a stage before its first token."""
 
     def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
-        """Likewise, of one that an upstream answers."""
+        """Likewise, for a request that an upstream answers."""
 
     def on_upstream(self, shown: str, fallback: str | None) -> None:
-        """An upstream is asked, of another model if `fallback` names one; told before the first text."""
+        """An upstream gets the request; `fallback`: another model's name, if used. Called before the first text."""
 
     def fail(self, error: ServiceError, is_refusal: bool = False) -> None:
-        """The answer breaks off; on_end still comes.
+        """The answer ends with an error; on_end still comes.
 
         Args:
-            is_refusal: nothing was computed, so that the ledger keeps nothing of it.
+            is_refusal: nothing was computed, so the ledger drops the request.
         """
 
     def on_end(self, usage: Usage, error: str | None) -> None:
@@ -123,13 +123,13 @@ class DeltaSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SequenceProgress:
-    """How much of one choice has come, and when.
+    """How much of one choice has arrived, and when.
 
     Attributes:
         mark: the number of kept tokens at which to call the sink's on_mark.
         num_tokens: received and kept.
         last_s: when its last text came.
-        discounted_s: later than that, if its last token had no text, or time until then does not count as waiting.
+        discounted_s: later than last_s if the last token had no text, or if time until then does not count as waiting.
     """
 
     choice: int
@@ -141,7 +141,7 @@ class SequenceProgress:
 
     @property
     def waits_since_s(self) -> float:
-        """From when the wait for its next token counts."""
+        """When the wait for its next token started."""
         return max(self.last_s, self.discounted_s)
 
 
@@ -150,10 +150,10 @@ class RequestSequence(SequenceProgress):
     """One sequence of a request: its tokens and their text.
 
     Attributes:
-        logprobs: of tokens that no delta has reported yet; None: none are asked for.
-        num_unreported: of num_tokens, those whose text is held back: half a character, or a stop string's beginning.
-        sampled_ids: once it has ended, where its request tells them; some may be later than its end.
-        write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
+        logprobs: of tokens that no delta has reported yet; None: not requested.
+        num_unreported: tokens whose text is withheld: half a character, or the possible start of a stop string.
+        sampled_ids: set at its end, if requested; some may come after its end.
+        write: writes the text of a token in plain_texts; None: the next token goes through the detokenizer.
     """
 
     index: int
@@ -179,7 +179,7 @@ class RequestSequence(SequenceProgress):
         return text
 
     def write_text(self, text: str, sink: DeltaSink) -> None:
-        """Write text that came alone. If nothing is held back, the next token's plain text may go straight to write."""
+        """Write text without logprobs. If nothing is withheld, the next token's plain text may go straight to write."""
         self.num_unreported = 0
         if self._writer is not None:
             self._writer(text)
@@ -190,7 +190,7 @@ class RequestSequence(SequenceProgress):
             self.write = self._writer
 
     def finish_text(self) -> str:
-        """The text still held back; a broken character that ends here may complete a stop string."""
+        """The text still withheld; a broken character that ends here may complete a stop string."""
         self.write = None
         self.detokenizer.num_tokens_kept = self.num_tokens
         return self.detokenizer.finish()
@@ -223,11 +223,11 @@ class RequestSequence(SequenceProgress):
 class RequestHandle:
     """A submitted request: tokens in, deltas out, until its one terminal chunk.
 
-    An exception of its sink is a bug: EngineClient then calls break_off(), and other requests go on.
+    An exception of its sink is a bug: EngineClient then calls break_off(), and other requests continue.
 
     Args:
         post: puts a message into the engine's inbox.
-        gaps: observes the seconds from one text of a sequence to the next.
+        gaps: observes the seconds between a sequence's texts.
 
     Attributes:
         cost: set when it ends.
@@ -245,12 +245,12 @@ class RequestHandle:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its completions that have come and are kept."""
+        """Tokens of its completions that have arrived and are kept."""
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """Of its completions, once it has ended and if it tells them: those kept, ids that end them included."""
+        """Token ids of its completions, once it has ended and if requested: those kept, with the ids that end them."""
         return [list(sequence.sampled_ids[: sequence.num_tokens]) for sequence in self.sequences]
 
     @property
@@ -317,9 +317,9 @@ class RequestHandle:
             sequence.mark = self.sink.on_mark(sequence.choice, sequence.num_tokens)
 
     def end(self, chunk: TokenChunk) -> None:
-        """End by the terminal chunk, after on_chunk(): the engine's usage, with our count of kept tokens.
+        """End by the terminal chunk, after on_chunk(): the engine's usage, with the loop's count of kept tokens.
 
-        The engine may have heard too late of a stop.
+        The engine may have been told of a stop too late.
         """
         assert chunk.usage is not None, "it is terminal"
         self.cost = chunk.cost
@@ -339,7 +339,7 @@ class RequestHandle:
         self._end(Usage(num_prompt, num_kept, num_thought_tokens=self.num_thought_tokens), message)
 
     def break_off(self) -> None:
-        """Cancel it for the exception that is being handled, which writing its answer has raised."""
+        """Cancel it, because writing its answer raised the exception that is being handled."""
         logger.exception("an answer cannot be written", extra={"request_id": self.request.request_id})
         self._error = "The server failed to write this answer. The fault is not in the request."
         self.cancel(FinishReason.ERROR)
@@ -410,7 +410,7 @@ class RequestHandle:
 
 @dataclass(slots=True)
 class LoopWork:
-    """What the loop has spent on tokens since the start: text, stop strings, events. Measured once a slice."""
+    """The loop's time for tokens since the start: text, stop strings, events. Measured once per slice."""
 
     num_tokens: int = 0
     busy_s: float = 0.0
@@ -422,11 +422,11 @@ class LoopWork:
 
 
 class WriteQueue(Protocol):
-    """The connections that deltas are written to. WriteBatch implements it."""
+    """The connections that receive deltas. WriteBatch implements it."""
 
     @property
     def num_writes(self) -> int:
-        """The number of writes of connections so far, flushed or waiting to be."""
+        """The number of writes to connections so far, flushed or waiting."""
 
     def flush_all(self) -> None:
         """Write what is waiting."""
@@ -446,7 +446,7 @@ class EngineClient:
 
     Attributes:
         stats: the engine's latest.
-        _paces: how far it was each PACE_EVERY_S, while it worked.
+        _paces: its progress every PACE_EVERY_S, while it worked.
     """
 
     post: Callable[[Message], None]
@@ -481,10 +481,10 @@ class EngineClient:
 
         Args:
             table: the text of the model's tokens.
-            continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
+            continues_text: the output continues the prompt's text (completions), instead of starting a new one.
             first_choice: the number of its first sequence; the others follow.
-            forbidden: ends the text of a sequence where it matches, with content_filter.
-            follow: makes what follows the thought of a sequence.
+            forbidden: where it matches, a sequence's text ends with content_filter.
+            follow: makes the tracker of a sequence's reasoning.
 
         Raises:
             ServiceError: the engine has failed.
@@ -509,7 +509,7 @@ class EngineClient:
         return handle
 
     def inspect(self) -> Awaitable[EngineSnapshot]:
-        """The engine's state, after all that was asked of it before.
+        """The engine's state, after all earlier messages took effect.
 
         Raises:
             ServiceError: the engine has failed.
@@ -523,13 +523,13 @@ class EngineClient:
         return future
 
     def watch(self, seconds: float, tells_blocks: bool, on_watched: Callable[[Watched], None]) -> None:
-        """Have steps and preemptions told from now on for so long, and once the blocks."""
+        """Get steps and preemptions reported for this long, and the block map once."""
         self.on_watched = on_watched
         if self._error is None:
             self.post(Watch(self.clock() + seconds, tells_blocks))
 
     def paces(self) -> list[Pace]:
-        """How far the engine has been, until now; empty: too few steps were measured."""
+        """The engine's progress until now; empty: too few steps were measured."""
         return [*self._paces, *self._pace()]
 
     def _pace(self) -> Iterator[Pace]:
@@ -539,11 +539,11 @@ class EngineClient:
             yield Pace(stats.landed_s, stats.busy_s, stats.predicted_s, outlook.fit, outlook.late_p90)
 
     async def clear_cache(self) -> None:
-        """Let no request, even after a restart, find what was computed before now. Returns once that is so.
+        """Clear the prefix cache, so that no request finds earlier blocks, even after a restart. Returns when done.
 
         Raises:
-            ServiceError: the engine has failed; or a request after a restart may still find some of it, for its files
-                could not be deleted, or not in time.
+            ServiceError: the engine has failed; or files could not be deleted, or not in time, so that requests after a
+                restart may still find their blocks.
         """
         self.post(ClearCache())
         store = (await self.inspect()).store
@@ -553,17 +553,17 @@ class EngineClient:
             await asyncio.sleep(LOOK_S)
             store = (await self.inspect()).store
         if store.is_deleting:
-            message = f"{_CLEARED}, but its files are still being deleted. Ask again."
+            message = f"{_CLEARED}, but its files are still being deleted. Send the request again."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "cache_files_pending", retry_after_s=MOST_LOOKS * LOOK_S)
         if store.num_undeleted:
             message = (
                 f"{_CLEARED}, but {store.num_undeleted} of its files could not be deleted: a restarted server may read "
-                "them. The log says which and why. Correct it and ask again."
+                "them. Fix the cause, which is in the log, and send the request again."
             )
             raise ServiceError(ErrorKind.ENGINE, message, "cache_files_undeleted")
 
     def deliver(self, delivery: StepDelivery) -> None:
-        """Take one step's output: the first slice of it now, the others in turn with the loop's other work."""
+        """Take one step's output: the first slice now, the others in turns with the loop's other work."""
         if self._error is not None:  # all requests have been ended
             self.on_delivered()
             return
@@ -627,10 +627,10 @@ class EngineClient:
                 self.on_delivered()  # or the engine would wait for it
 
     def _break_off(self, request_id: str) -> None:
-        """End the request whose output has raised the exception that is being handled."""
+        """End the request whose output raised the exception that is being handled."""
         handle = self._handles.get(request_id)
         if handle is None:
-            logger.exception("the engine tells of a request that is not in progress", extra={"request_id": request_id})
+            logger.exception("the engine reports a request that is not in progress", extra={"request_id": request_id})
         else:
             handle.break_off()
 

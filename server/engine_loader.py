@@ -289,7 +289,7 @@ def _check_vocabulary(target: Tokenizer, draft: Tokenizer, names: tuple[str, str
     Raises:
         StartupError: a token is not the same text in both.
     """
-    other = f"--draft {names[1]} has another vocabulary than {names[0]}"
+    other = f"--draft {names[1]} has a different vocabulary than {names[0]}"
     fix, sizes = "--draft with a smaller model of the same family", (target.vocab_size, draft.vocab_size)
     for token_id in range(min(sizes)):
         texts = target.bytes_of(token_id), draft.bytes_of(token_id)
@@ -364,7 +364,7 @@ def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
         if bound >= free_bytes:
             raise
         cause = f"{error.cause} All models have {format_size(bound)} together."
-        raise StartupError(cause, f"more --models-memory, or {error.fix}", error.exit_code) from error
+        raise StartupError(cause, f"raise --models-memory, or {error.fix}", error.exit_code) from error
     kv_bytes = plan.kv_bytes
     if engine.kv_memory_bytes is None:
         kv_bytes = min(kv_bytes, max(plan.least_kv_bytes, round(plan.kv_room_bytes * LOCAL_KV_SHARE)))
@@ -473,7 +473,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device, engine),
-        "deterministic": (why_not_deterministic(part, engine, plan.device) or "promised, and checked at start")
+        "deterministic": (why_not_deterministic(part, engine, plan.device) or "guaranteed, and checked at start")
         if engine.deterministic
         else None,
         "states": _shown_states(plan) if part.recurrence is not None else None,
@@ -509,7 +509,7 @@ def _shown_tasks(style: PoolingStyle | None) -> str | None:
     if style.scores is not None:
         how = "the checkpoint's head" if style.scores == "head" else "the tokens for yes and no"
         return f"score: pairs of texts, by {how}"
-    norm = ", brought to the length 1" if style.is_normalized else ""
+    norm = ", normalized to length 1" if style.is_normalized else ""
     return f"{', '.join(style.tasks)}: {style.num_dims} numbers, {style.pooling.kind} pooling{norm}"
 
 
@@ -517,7 +517,7 @@ def _shown_adapters(config: ServerConfig, plan: "MemoryPlan") -> str:
     named = ", ".join(map(str, config.loras))
     size = format_size(plan.adapters_bytes)
     room = f"{size} for {config.max_loras} of rank {config.max_lora_rank} and one that replaces another"
-    by_request = f"loaded by request from {config.lora_dir}" if config.lora_dir is not None else "none by request"
+    by_request = f"loaded on request from {config.lora_dir}" if config.lora_dir is not None else "none by request"
     return f"{room}; {named + ' at start, ' if named else ''}{by_request}"
 
 
@@ -589,7 +589,7 @@ def _shown_tools(files: ModelFiles, tool_format: str) -> str:
     style = tool_style_of(files.chat_template, tool_format)
     if style is None:
         return "none: the chat template has no known tool call format"
-    origin = "found in the chat template" if tool_format == ANY_FORMAT else "as --tool-format says"
+    origin = "found in the chat template" if tool_format == ANY_FORMAT else "set by --tool-format"
     return f"tool calls in the format {style.format}, {origin}"
 
 
@@ -625,7 +625,7 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
 
 
 def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterator[Fact]:
-    """How well the model predicts the held text: unquantized, with --kv-dtype, with --quantize's scheme or with each.
+    """How well the model predicts the test text: unquantized, with --kv-dtype, with --quantize's scheme or with each.
 
     A GGUF file's numbers are the reference, multiplied in the serving format; then its blocks are, by rows in 8 bits.
 
@@ -638,12 +638,12 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     files, model = _read_model(config, model_path(config, fetches=False))
     context = config.max_model_len or model.max_position
     if isinstance(model, EncoderConfig):
-        raise StartupError(f"{files.path} is an encoder: it predicts no text", "doctor without --quality")
+        raise StartupError(f"{files.path} is an encoder: it generates no text", "doctor without --quality")
     tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
     if len(tokens) < 2:
         raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
     engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1, tensor_parallel=1)
-    yield Fact("held text", f"{len(tokens):,} tokens of prose, speech and code")
+    yield Fact("test text", f"{len(tokens):,} tokens of prose, speech and code")
     plain: Predictions | None = None
     schemes = (config.quantize,) if config.quantize is not None else QUANTIZE_SCHEMES
     in_8_bits: tuple[str, ...] = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()

@@ -1,13 +1,13 @@
-"""One generation, from its head to its last byte: the file to read first. Thread: loop.
+"""One generation, from the request's head to the answer's last byte: the file to read first. Thread: loop.
 
     body → call, prompts → requests → engine → texts → bytes → end
 
 `Generation.run` is the request's task. It waits three times: for the body, for long prompts to be tokenized on another
-thread, and for the end. In between no task runs: the engine client calls the generation with each text, which goes
-through its output into the stream. What a generation does on an event depends on its state alone: see TABLE.
+thread, and for the end. In between no task runs: the engine client calls the generation with each piece of text, which
+goes through its output into the stream. What a generation does on an event depends only on its state: see TABLE.
 
-With a ledger, nothing is written into the stream before the ledger has the reservation, and no answer is completed
-before it has the settlement. Without one, both are at once.
+With a ledger, nothing is written into the stream before the reservation is durable, and no answer is completed before
+the settlement is. Without one, neither is waited for.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ NEWS_EVERY_S = 0.1  # at most, of a place in the queue
 
 
 class State(enum.Enum):
-    """Where a generation is. From RESERVING to SETTLING its answer is open: it can still be broken off."""
+    """A generation's state. From RESERVING to SETTLING its answer is open: it can still be ended early."""
 
     READING = enum.auto()  # its body comes
     PREPARING = enum.auto()  # its body becomes requests, perhaps on another thread
@@ -143,11 +143,11 @@ class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
 
     Args:
-        ticket: the caller and its quotas; the app enters and leaves it.
-        turn: of a conversation that the server keeps; None: of none.
+        ticket: the caller and its quotas; the app enters and exits it.
+        turn: its turn in a stored conversation; None: the server stores none.
 
     Attributes:
-        tenant: its owner's name.
+        tenant: the name of its tenant.
     """
 
     # Set once its model is known, and once it is prepared
@@ -211,7 +211,7 @@ class Generation:
 
     @property
     def model(self) -> str:
-        """By the name that its client asked for, once it is prepared."""
+        """The model, by the name in the request; known once the call is prepared."""
         return self._prepared.call.model
 
     @property
@@ -220,7 +220,7 @@ class Generation:
 
     @property
     def is_queued(self) -> bool:
-        """It has no token that its client could have."""
+        """No token exists yet that the client could have received."""
         return self.state in (State.RESERVING, State.QUEUED)
 
     @property
@@ -242,7 +242,7 @@ class Generation:
         """Answer the request.
 
         Raises:
-            ServiceError: nothing of the answer has been sent yet.
+            ServiceError: only before anything of the answer is sent.
         """
         try:
             return await self._run()
@@ -329,7 +329,7 @@ class Generation:
         if call.is_resumable:
             if not call.is_stream or self._surface.media_type != EVENTS:
                 raise InvalidRequest(
-                    "resumable is of streams of events: send stream: true, or leave it out.", "resumable"
+                    "resumable applies to event streams: send stream: true, or leave it out.", "resumable"
                 )
             if stream.is_open:
                 shared.resumable.hold(stream, self.tenant, self._request_id, self._surface.elsewhere)
@@ -357,7 +357,7 @@ class Generation:
     def _on(self, event: Event, *arguments: Any) -> None:
         """
         Raises:
-            LookupError: the event is not in its state's row: a bug.
+            LookupError: the state has no such event in TABLE: a bug.
         """
         row = TABLE[self.state]
         if event not in row:
@@ -373,9 +373,9 @@ class Generation:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Drop what refers back to this generation, so that all it holds is freed without the garbage collector.
+        """Drop references back to this generation, so that its memory is freed without the garbage collector.
 
-        That one looks seldom, and answers of a thousand logprobs take megabytes.
+        The collector runs rarely, and answers with a thousand logprobs take megabytes.
         """
         self._timer.close()
         for handle in self._handles:  # they have ended
@@ -383,7 +383,7 @@ class Generation:
         self._stream.on_disconnect = self._stream.on_blocked = self._stream.on_unblocked = None
 
     def _submit(self) -> None:
-        """Reserve, and submit the request of every prompt to the engine; choices are numbered over all prompts.
+        """Reserve quota, and submit a request for each prompt to the engine; choices are numbered over all prompts.
 
         Raises:
             ServiceError: the caller has too little quota left, or admission, ledger or engine refuse. CLOSED then
@@ -439,7 +439,7 @@ class Generation:
 
     @cached_property
     def _last(self) -> bytes:
-        """What ends the answer, once all its text is written."""
+        """Write the end of the answer, once all its text is written."""
         extras = {} if self._allowance is None else self._allowance.extras
         if self._prepared.call.tokens.tells_sampled:
             told = {"prompt_digest": digest_of(self._prepared.prompts), "token_ids": self._token_ids}
@@ -501,7 +501,7 @@ class Generation:
             self._settle_ledger()
 
     def _end_task(self, fault: Exception | None = None) -> None:
-        """Let run() go on, unless it has been cancelled."""
+        """Wake run(), unless it has been cancelled."""
         self._timer.cancel()
         if self._finished.done():
             return
@@ -511,7 +511,7 @@ class Generation:
             self._finished.set_exception(fault)
 
     def _end_by_fault(self, fault: Exception) -> None:
-        """End this generation, and no other, by an unexpected exception of a surface, the quota or the ledger."""
+        """End only this generation, on an unexpected exception of an API surface, the quota or the ledger."""
         if self._finished.done():
             logger.error("an answer has failed after its task ended", exc_info=fault)
         self._end_task(fault)
@@ -600,11 +600,11 @@ class Generation:
 
     @property
     def _token_ids(self) -> list[list[int]]:
-        """Of each sequence, once all have ended; of upstreams none are known."""
+        """Times of each sequence, once all have ended; none for upstreams."""
         return [ids for handle in self._handles if isinstance(handle, RequestHandle) for ids in handle.token_ids]
 
     def courses(self, ended_s: float = math.inf) -> list[Course]:
-        """Of its requests, as far as they have come: copies, with the pauses that go on."""
+        """Copies of its requests' timings so far, including pauses that still last."""
         for cause in self._pauses if ended_s < math.inf else ():
             self._note_stall(cause, ended_s)
         first_s, pairs = self._timings.first_token_s, zip(self._courses.values(), self._handles, strict=False)
@@ -627,7 +627,7 @@ class Generation:
             course.stalls.append(Stall(cause, num_tokens, now_s - since_s))
 
     def _record(self) -> None:
-        """Hand the generation to the recorder, once the engine is done with it, however it ended."""
+        """Pass the generation to the recorder, once the engine is done with it, however it ended."""
         recorder, prepared = self._shared.recorder, self._prepared
         if recorder is None or not isinstance(prepared, Prepared) or prepared.call.pooling is not None:
             return
@@ -687,12 +687,12 @@ class Generation:
     # Who ends it, or holds it.
 
     def fail(self, error: ServiceError, is_refusal: bool = False) -> None:
-        """Break the answer off, if it is open."""
+        """End the answer early, if it is open."""
         self._is_refused |= is_refusal
         self._on(Event.BROKEN_OFF, self._ticket.caller.told(error))
 
     def on_blocked(self) -> None:
-        """The reader is slow: its stream's buffers are full."""
+        """The client reads slowly: its stream's buffers are full."""
         self._place.set_paused(True)
         self.pause(Cause.SLOW_READER)
 
@@ -701,7 +701,7 @@ class Generation:
         self.resume(Cause.SLOW_READER)
 
     def pause(self, cause: Cause = Cause.QUOTA_PAUSES) -> None:
-        """Pause its sequences until as many resume() as pause() have come. Inter-token deadlines do not count it."""
+        """Pause its sequences until each pause() has had a resume(). Inter-token deadlines do not count the pause."""
         self._num_pauses += 1
         self._pauses[cause] = self._clock(), [handle.num_tokens for handle in self._handles]
         if self._num_pauses == 1:
@@ -727,7 +727,7 @@ class Generation:
     # What is due when: deadlines, keep-alives, news of the queue. One timer, and no work per token.
 
     def _dues(self) -> Iterator[tuple[float, str]]:
-        """Each with its time on the loop's clock: a field of Deadlines that passes, or a comment for the stream."""
+        """The next timers, each with its time on the loop's clock: a field of Deadlines, or a stream comment."""
         if self.state not in OPEN:
             return
         head_s, limits = self._timings.arrived_s, self._deadlines
@@ -766,11 +766,11 @@ class Generation:
         return (sequence for handle in self._handles for sequence in handle.sequences)
 
     def _decoding(self) -> Iterator[SequenceProgress]:
-        """The choices that have begun and not ended."""
+        """The choices that have started and not ended."""
         return (one for one in self._sequences() if one.last_s != NOT_YET and not one.is_finished)
 
     def _discount_pause(self) -> None:
-        """The time of a pause does not count between tokens."""
+        """Do not count a pause as time between tokens."""
         paused_since_s, self._paused_since_s = self._paused_since_s, None
         assert paused_since_s is not None, "resume() comes after pause()"
         now_s = self._clock()
@@ -783,7 +783,7 @@ class Generation:
         self._output.comment(line)
 
     def _send_news(self, now_s: float) -> None:
-        """Tell its place in the queue, or how much of its prompt is computed, if that has changed.
+        """Send its position in the queue, or the progress of its prompt, if that has changed.
 
         : queue {"position":3,"expected_ms":1200}
         : queue {"position":0,"expected_ms":900,"loading":"loading weights"}
@@ -814,7 +814,7 @@ class Generation:
         return row if context is None else msgspec.structs.replace(row, context=_json(context))
 
     def _progress(self) -> Usage:
-        """The usage so far: a prompt whose completion has begun was computed."""
+        """The usage so far; a prompt counts as computed once its completion has started."""
         num_prompt_tokens = sum(one.request.num_prompt_tokens for one in self._handles if one.num_tokens)
         return Usage(
             num_prompt_tokens=num_prompt_tokens,
@@ -842,7 +842,7 @@ class Generation:
             self._ticket.settle(Usage(0, 0) if is_refused else total_usage(self._usages))
 
     def _settle_ledger(self) -> None:
-        """Write its end into the ledger. Idempotent."""
+        """Write its end to the ledger. Idempotent."""
         if self._entry is not None and not self._is_written:
             self._entry.settle(self._end(), partial(self._on_durable, Event.SETTLED))
             self._is_written = True

@@ -164,7 +164,7 @@ class Generations:
             ServiceError: no model is served by this process.
         """
         if self.own is None:
-            message = "This path is about a model that this process computes itself (--model), and it computes none."
+            message = "This path needs a model in the server's own process (--model), and there is none."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
         return self.own
 

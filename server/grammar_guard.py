@@ -62,7 +62,9 @@ class CompileQueue:
         key = (tenant, spec)
         if key not in self._tasks:
             if self._num_queued[tenant] >= MAX_QUEUED:
-                message = f"{MAX_QUEUED} new grammars of yours are being compiled. Retry when they are, or reuse them."
+                message = (
+                    f"{MAX_QUEUED} new grammars of your tenant are being compiled. Try again later, or reuse grammars."
+                )
                 raise ServiceError(ErrorKind.RATE_LIMITED, message, "too_many_grammars", spec.param, MAX_COMPILE_S)
             self._num_queued[tenant] += 1
             self._tasks[key] = asyncio.get_running_loop().create_task(self._in_turn(tenant, work))
@@ -126,7 +128,7 @@ class GuardedCompiler(GrammarCompiler):
                 if not self._idle and len(self._workers) < MAX_AT_ONCE:
                     self._idle.append(self._started())
             except OSError as error:
-                logger.warning("no process to try grammars in: %r", error)
+                logger.warning("no process for test compilations of grammars: %r", error)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """
@@ -137,7 +139,7 @@ class GuardedCompiler(GrammarCompiler):
         try:
             refusal = self._try(spec)
         except OSError as error:
-            logger.warning("grammars are compiled without being tried out in a process of its own: %r", error)
+            logger.warning("a grammar is compiled without a test in a separate process: %r", error)
             is_tried = False
         if refusal is not None:
             raise InvalidRequest(refusal.message, refusal.param, refusal.code or "invalid_value")

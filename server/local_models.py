@@ -224,7 +224,11 @@ class LocalPool(Pool):
         return True
 
     def error_of(self, fault: UpstreamFault) -> ServiceError:
-        what = "has ended. Ask again: it is started anew" if isinstance(fault, ConnectionLost) else f"failed: {fault}"
+        what = (
+            "has ended. Send the request again: it is being restarted"
+            if isinstance(fault, ConnectionLost)
+            else f"failed: {fault}"
+        )
         message = f"The process of this model {what}."  # which may be a fallback, or have been asked for by an alias
         return ServiceError(ErrorKind.UPSTREAM, message, "upstream_error")
 
@@ -467,7 +471,7 @@ class LocalModels:
         if model.state is not ModelState.LOADING:
             if model not in self._wanted:
                 why = "" if self._processes.is_ready else f": {STARTING}"
-                logger.info("the model %s is asked for%s", model.name, why)
+                logger.info("the model %s is requested%s", model.name, why)
                 self._wanted[model] = None
             Context().run(self._advance)  # what it logs and begins is of no single request
 
@@ -521,8 +525,8 @@ class LocalModels:
             missing -= one.needed_bytes
         if missing > 0 and not any(one.state is ModelState.LOADING for one in beside):
             kept = format_size(bound - sum(one.needed_bytes for one in beside))
-            cause = f"it needs {format_size(plan.needed_bytes)}, and the models that always stay leave {kept}"
-            self._fail(model, Refusal(cause, "more --models-memory, or a keep_alive for those models"))
+            cause = f"it needs {format_size(plan.needed_bytes)}, but the models that never stop leave {kept}"
+            self._fail(model, Refusal(cause, "raise --models-memory, or set keep_alive for those models"))
         return False
 
     def _start(self, model: LocalModel) -> None:
@@ -595,7 +599,10 @@ class LocalModels:
         elif model.state is ModelState.ASLEEP:  # it was planned
             self._fail(
                 model,
-                news.told or Refusal(f"planning it has ended: {self._why_ended(model, news.status or 0)}", SEE_LOG),
+                news.told
+                or Refusal(
+                    f"the process that planned its memory ended: {self._why_ended(model, news.status or 0)}", SEE_LOG
+                ),
             )
         else:
             self._on_ended(model, news.status or 0)
@@ -616,7 +623,7 @@ class LocalModels:
         for serial, model in lost.items():
             self._by_serial[serial] = model
             model.killed_for = (
-                model.killed_for or "the process that starts models has ended, and all that it had started with it"
+                model.killed_for or "the process that starts models has ended, and with it all its models"
             )
             self.on_news(News(serial, status=signal.SIGKILL))
 
@@ -695,7 +702,7 @@ class LocalModels:
         model.retry_s = self._loop.time() + model.backoff_s
         model.failure = ServiceError(
             ErrorKind.UNAVAILABLE,
-            f"This model cannot be loaded: {refusal.kind or refusal.cause}. Ask again later, or tell the operator.",
+            f"This model cannot be loaded: {refusal.kind or refusal.cause}. Try again later, or tell the operator.",
             "model_not_loaded",
             retry_after_s=model.backoff_s,
             for_operator=f"The model {model.name} cannot be loaded: {refusal}",

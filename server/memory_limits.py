@@ -54,5 +54,5 @@ def as_memory_error(error: BaseException) -> StartupError | None:
 
 def _too_little_address_space(limit_bytes: int, why: str) -> StartupError:
     cause = f"The address space is limited to {limit_bytes // 1024} KiB (ulimit -v), which is too little: {why}"
-    fix = "ulimit -v unlimited; to bound the memory, bound what is resident: MemoryMax= of a systemd unit, docker -m"
+    fix = "ulimit -v unlimited; to bound the memory, limit resident memory: MemoryMax= of a systemd unit, docker -m"
     return StartupError(cause, fix, ExitCode.MEMORY)

@@ -144,7 +144,7 @@ def read_model_files(
     try:
         template = ChatTemplate(sources, special_tokens, limit, not allows_special_in_content)
     except ChatTemplateSyntaxError as error:
-        raise BadModelFile(f"{template_file or path}: {error}", "mend it, or give --chat-template FILE") from error
+        raise BadModelFile(f"{template_file or path}: {error}", "correct it, or set --chat-template FILE") from error
     try:
         tokenizer = Tokenizer(
             contents.tokenizer_json,
@@ -202,13 +202,13 @@ def read_pooling(
     is_reranker = _RERANKER.search(path.resolve().name) is not None
     encodes = is_encoder(config)
     if asked == "cls" and not encodes:
-        cause = "--pooling cls is for encoders: the first token of this model sees no other"
+        cause = "--pooling cls is for encoders: the first token of this model attends to no other"
         raise BadModelFile(cause, "--pooling last, or mean")
     usual: dict[str, Any] = {"num_dims": (config if encodes else stated_fields(config)).get("hidden_size") or 1}
     usual["max_tokens"] = _most_tokens(path) if modules or encodes else None
     if num_scores:
         if num_scores > 1:
-            cause = f"{path} sorts texts into {num_scores} classes, which is not served"
+            cause = f"{path} is a classifier with {num_scores} classes, which is not supported"
             raise BadModelFile(cause, "serve a model with one score: num_labels 1")
         usual |= {"is_sigmoid": _has_sigmoid(path, config), "has_template": is_reranker}
         kind: PoolingKind = "last"
@@ -220,7 +220,7 @@ def read_pooling(
         return PoolingStyle(pooling=Pooling("last", ids), **usual, scores="tokens", has_template=True)
     if not modules and asked is None:
         if encodes or name.endswith(HEADLESS):
-            cause = f"{path} has no head that generates, and does not say how it is pooled"
+            cause = f"{path} has no head to generate text, and no pooling configuration"
             raise BadModelFile(cause, "--pooling last, or mean, as the model was trained")
         return None
     if not modules:
@@ -229,7 +229,7 @@ def read_pooling(
         return PoolingStyle(pooling=Pooling(POOLINGS[asked]), **usual, generates=not is_alone)
     if (unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize"}) or "Pooling" not in kinds:
         cause = f"{path / MODULES_FILE} has {', '.join(sorted(unknown)) or 'no Pooling'}, which is not supported"
-        raise BadModelFile(cause, "serve a model of a transformer, its pooling and a norm")
+        raise BadModelFile(cause, "serve a model that has only a transformer, pooling and a norm")
     given = _read_json(path / kinds["Pooling"].path / CONFIG_FILE)
     prompts = _read_json(path / "config_sentence_transformers.json", is_optional=True)
     return PoolingStyle(
@@ -247,7 +247,9 @@ def _answer_ids(path: Path, module: "_Module | None", tokenizer: Tokenizer) -> t
     yes: Any = given.get("true_token_id", tokenizer.id_of("yes"))
     no: Any = given.get("false_token_id", tokenizer.id_of("no"))
     if not (_is_id(yes, tokenizer.vocab_size) and _is_id(no, tokenizer.vocab_size)):
-        raise BadModelFile(f"{path} has no tokens for yes and no, from which a reranker's score comes", "name another")
+        raise BadModelFile(
+            f"{path} has no single tokens for yes and no, which a reranker's score needs", "name another"
+        )
     return yes, no
 
 
@@ -264,7 +266,9 @@ def _has_sigmoid(path: Path, config: Mapping[str, Any]) -> bool:
     named = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
     kind = str(named).rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
-        raise BadModelFile(f"{path} asks for {named} of its scores, which is not supported", "Sigmoid, or Identity")
+        raise BadModelFile(
+            f"{path} applies {named} to its scores, which is not supported", "serve a model with Sigmoid or Identity"
+        )
     return kind == "Sigmoid"
 
 
@@ -297,7 +301,7 @@ def _read_modules(directory: Path) -> list[_Module]:
             raise ValueError("a module lies elsewhere")
         return found
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadModelFile(f"{file} is no list of modules in this directory", "download it again") from error
+        raise BadModelFile(f"{file} is not a list of modules in this directory", "download it again") from error
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -428,7 +432,7 @@ class _Contents:
         if any(len(word) > 1 for word in words):
             raise BadModelFile(
                 f"{self.path}: {GENERATION_FILE}: bad_words_ids has words of several tokens, which are not supported",
-                "leave words of one token there, or none",
+                "remove them: only words of one token are supported",
             )
         if not all(_is_id(word[0], limit) for word in words):
             raise self._bad_default("bad_words_ids")
@@ -451,7 +455,7 @@ class _Contents:
         ids = [] if named is None else named if isinstance(named, list) else [named]
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
             cause = f"{self.path / file}: eos_token_id is {named!r}, neither an id nor a list of ids"
-            raise BadModelFile(cause, "mend it there")
+            raise BadModelFile(cause, "correct it there")
         own = [] if own_id is None else [own_id]
         return tuple(i for i in dict.fromkeys([*ids, *own]) if 0 <= i < (self.num_embeddings or math.inf))
 
@@ -522,7 +526,7 @@ def _read_text(file: Path) -> str:
     try:
         size_bytes = file.stat().st_size
         if size_bytes > MAX_FILE_BYTES:
-            cause = f"{file} has {size_bytes} bytes, over the {MAX_FILE_BYTES} of any model known"
+            cause = f"{file} has {size_bytes} bytes, more than the {MAX_FILE_BYTES} of any known model"
             raise BadModelFile(cause, "check that it is what its name says")
         return file.read_text(encoding="utf-8")
     except FileNotFoundError as error:

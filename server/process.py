@@ -1,7 +1,7 @@
 """The server's life: listen, load, serve, reload, drain, exit. Thread: loop.
 
-It listens at once. While the engine loads on its thread, /health answers, and everything else gets a 503 with the stage
-of loading. server/engine_loader.py says what to load.
+It listens at once. While the engine loads on its thread, /health answers, and everything else gets a 503 with the
+loading stage. server/engine_loader.py decides what to load.
 """
 
 import asyncio
@@ -85,10 +85,10 @@ class Server:
 
     Args:
         load: makes the engine; runs on the engine's thread.
-        announce: takes the banner's lines when the server is ready.
+        announce: called with the banner's lines when the server is ready.
         passed: listening sockets from systemd.
-        read_config: reads the configuration again, for SIGHUP: with models, or without those settings; None: it cannot
-            change.
+        read_config: reads the configuration again, on SIGHUP, with or without the settings of models; None: it
+            cannot change.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Server:
     ) -> None:
         """
         Raises:
-            StartupError: a file of the configuration cannot be used, or an extra that it needs is missing.
+            StartupError: a file named in the configuration cannot be used, or a needed extra is missing.
         """
         self._config = config
         self._read_config = read_config or (lambda finds_models: config)
@@ -159,7 +159,7 @@ class Server:
         self._live = self._app.live = live_of(self._app, self._loop, config.deadlines)
 
     def _wire_metrics(self) -> None:
-        """What they read when they are asked for."""
+        """What the metrics read on each request for them."""
         metrics = self._metrics
         metrics.standing = self._standing
         metrics.recorder = self._recorder
@@ -171,7 +171,7 @@ class Server:
         }
 
     def _wire_app(self) -> None:
-        """What its routes reach.
+        """The app, with all that its routes use.
 
         Raises:
             StartupError: the directory of files cannot be used.
@@ -201,7 +201,7 @@ class Server:
             self._ignore_signals()
 
     async def start(self) -> None:
-        """Listen, and begin to load the engine.
+        """Listen, and start to load the engine.
 
         Raises:
             StartupError: an address cannot be listened on, or other machines could use it without a key.
@@ -215,7 +215,7 @@ class Server:
         except StartupError:
             await self.listener.drain(0)
             raise
-        doing = "loading the model" if self._config.has_engine else "its models are elsewhere, or loaded when asked for"
+        doing = "loading the model" if self._config.has_engine else "its models run elsewhere, or load on request"
         logger.info("listening on %s, %s", shown_addresses(self.listener.sockets), doing)
         self._live.start()
         self._gate.start()
@@ -236,7 +236,7 @@ class Server:
     def install_signal_handlers(self) -> None:
         """SIGTERM drains. SIGINT ends all streams with an error event; so does a second SIGTERM. SIGHUP reloads.
 
-        But a SIGHUP because the process's terminal closed drains, unless it was to be ignored (nohup).
+        A SIGHUP because the process's terminal closed drains instead, unless SIGHUP is ignored (nohup).
         """
         self._had_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
@@ -277,7 +277,7 @@ class Server:
     def _begin_serving(self, loaded: LoadedEngine) -> None:
         """
         Raises:
-            StartupError: the model does not go with the configuration.
+            StartupError: the model does not fit the configuration.
         """
         client = EngineClient(
             self._engine_thread.post,
@@ -312,7 +312,7 @@ class Server:
                 self._kv_events.adapters = adapters.names
 
     async def _begin_relaying(self) -> None:
-        """Serve without an engine, once each upstream has been asked."""
+        """Serve without an engine, once each upstream has been probed."""
         try:
             for pool in self._pools:
                 await pool.wait_probed()
@@ -323,7 +323,7 @@ class Server:
             self.on_failed(error)
 
     def _name_models(self, own: OwnBackend | None) -> None:
-        """In metrics: the one model's name; of several there is none."""
+        """The model's name in metrics, if there is only one model."""
         names = [pool.settings.name for pool in self._pools]
         names += [] if own is None else [own.reader.cards[0].id]
         self._metrics.model_name = names[0] if len(names) == 1 else None
@@ -340,7 +340,7 @@ class Server:
         return [*self._upstream_pools, *(() if self._local is None else self._local.pools)]
 
     def _backends(self, own: OwnBackend | None) -> dict[str, Backend]:
-        """Of the models that upstreams answer for, by each name."""
+        """The models that upstreams serve, by each name."""
         found: dict[str, Backend] = {}
         pools = {pool.settings.name: pool for pool in self._pools}
         self._relays = {pool: self._relays.get(pool) or self._relay(pool) for pool in pools.values()}
@@ -504,7 +504,7 @@ class Server:
     @property
     def why_refusing(self) -> str | None:
         why = None if self._ledger is None else self._ledger.why_unavailable
-        return None if why is None else f"the ledger takes no writes: {why}"
+        return None if why is None else f"the ledger cannot be written: {why}"
 
     def _standing(self) -> Standing:
         ledger = self._ledger
@@ -521,7 +521,7 @@ class Server:
 
     def _hang_up(self) -> None:
         if self._had_terminal and not has_terminal():
-            logger.info("the terminal is gone")
+            logger.info("the terminal is closed")
             self.stop(self._config.drain_timeout_s)
         else:
             self._supervision.reload(self._reload)
@@ -530,8 +530,8 @@ class Server:
         """Read certificates, tenants, keys and models again.
 
         Raises:
-            StartupError: one of them cannot be used. Everything stays as it was, but revocations hold; where only
-                models cannot be used, they alone stay.
+            StartupError: one of them cannot be used. Then nothing changes except that revocations apply; if only
+                models cannot be used, everything else changes.
         """
         unread: StartupError | None = None
         try:
@@ -559,15 +559,15 @@ class Server:
             self._app.end_revoked()
 
     def _take_models(self, config: ServerConfig) -> None:
-        """The list's models; a first one of this machine, and a model of this process, wait for the next start.
+        """Apply changes of [[models]]. A first model with a path, and a changed --model, wait for the next start.
 
         Raises:
-            StartupError: a name is that of the model of this process.
+            StartupError: a name is that of the model in this process.
         """
         before, local, generations = self._config, self._local, self._app.generations
         is_other = config.has_engine != before.has_engine
         if is_other or (local is None and config.own_models):
-            logger.warning("[[models]] has a first path, or --model comes or goes: that takes effect at the next start")
+            logger.warning("the first [[models]] with a path, or a change of --model, takes effect at the next start")
         if is_other:
             return
         own = None if generations is None else generations.own
@@ -590,7 +590,7 @@ class Server:
     def _take_upstreams(self, models: Sequence[ModelSettings]) -> None:
         """
         Raises:
-            StartupError: a file that the list names cannot be used: nothing has changed.
+            StartupError: a file that [[models]] names cannot be used; nothing has changed.
         """
         accesses = [access_to(one) for one in models]
         known = {one.settings.name: one for one in self._upstream_pools if any(map(one.can_take, models))}
@@ -609,9 +609,9 @@ class Server:
     # Drain and end.
 
     def stop(self, grace_s: float) -> None:
-        """Take no new requests, and give those in progress grace_s. A second call ends them now.
+        """Accept no new requests, and give those in progress grace_s. A second call ends them now.
 
-        A connection that has not taken its error soon after (a stalled reader, half a head) is aborted.
+        A connection that does not read its error soon after (a stalled reader, half a head) is aborted.
         """
         if self._stopping.done():
             self.listener.hurry(HURRIED_FAREWELL_S)
@@ -620,10 +620,10 @@ class Server:
             self._stopping.set_result(grace_s)
 
     def _drain(self) -> float:
-        """/admin/drain: as the first SIGTERM; a repeated call changes nothing. Returns the seconds of grace."""
+        """/admin/drain: like the first SIGTERM; repeated calls change nothing. Returns the grace period in seconds."""
         grace_s = self._config.drain_timeout_s
         if not self._stopping.done():
-            logger.info("the server drains and ends, as /admin/drain asks")
+            logger.info("draining, then ending the server, by POST /admin/drain")
             self.stop(grace_s)
         return grace_s
 
@@ -683,7 +683,7 @@ class Server:
         self._app.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
 
     def _ignore_signals(self) -> None:
-        """Another SIGTERM must not change how a process ends that is ending already."""
+        """Ignore signals from now on: another SIGTERM must not change how an ending process ends."""
         for number in (signal.SIGTERM, signal.SIGINT):
             if self._loop.remove_signal_handler(number):
                 signal.signal(number, signal.SIG_IGN)
@@ -745,7 +745,7 @@ def gateway_card(pools: Sequence[Pool], backends: Sequence[Backend], endpoints: 
 
 
 def warn_of_models(config: ServerConfig, served: Set[str]) -> None:
-    """Log which models the configuration names that are not served."""
+    """Log models that the configuration names but that are not served."""
     names = ", ".join(sorted(served))
     hint = f"the one that is served is {names}" if len(served) == 1 else f"those that are served are {names}"
     for model, _ in config.prices.by_model:
@@ -761,8 +761,8 @@ class OpenLedger(NamedTuple):
     """
     Args:
         ledger: None: none is configured.
-        used: what it records of the present day and month.
-        idempotency: with the answers that it records.
+        used: its recorded usage of this day and month.
+        idempotency: with the ledger's stored answers.
     """
 
     ledger: Ledger | None
@@ -777,11 +777,11 @@ def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventL
     """
     if config.ledger is None:
         if config.store_responses_s is not None:
-            cause = "--store-responses keeps responses in the ledger, and there is none"
+            cause = "--store-responses needs a ledger to store responses in"
             raise StartupError(cause, "--ledger FILE", ExitCode.CONFIGURATION)
         for name in PERIOD_LIMITS:
             if any(getattr(limits, name) for one in config.tenants for limits in (one.limits, one.key_limits)):
-                logger.warning("without --ledger FILE, %s begins anew with each start of the server", name)
+                logger.warning("without --ledger FILE, %s starts over at each start of the server", name)
         return OpenLedger(None, {}, Idempotency(clock.unix))
     try:
         journal = open_journal(config.ledger, min(config.max_queue, MAX_SPILLED))
@@ -798,7 +798,7 @@ def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventL
 def opened(
     journal: Journal, writer: Writer, config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop
 ) -> OpenLedger:
-    """Read what the journal has of this day and month now: later it belongs to the writer."""
+    """Read this day's and month's usage now: later the journal belongs to the writer thread."""
     begins_us = [period_of(int(clock.unix()), is_month)[0] * MICRO for is_month in (False, True)]
     used, answers = journal.store.used_since(*begins_us), journal.store.answers()
     assert config.ledger is not None

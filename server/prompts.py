@@ -1,6 +1,6 @@
-"""From a request's body to the engine's requests: parsed, checked against text rules, templated, tokenized.
+"""From a request's body to the engine's requests: parse, check text rules, apply the chat template, tokenize.
 
-Nothing here waits or changes anything: a long body is read on another thread (Generations.compute).
+Nothing here waits or changes state: a long body is processed on another thread (Generations.compute).
 """
 
 import json
@@ -70,12 +70,12 @@ Computed = tuple[str | None, tuple[int, ...]]  # a prompt's ids, of a chat with 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them.
+    """A call, its prompts as token ids, the text of its answers' tokens, and its grammar.
 
     Args:
-        context: what was left out of its prompts; None: there is no policy for that.
-        remember: called with the ids of each of its answers, and the end of its text that a stop string has cut off.
-        poolings: of each prompt, where the call asks for vectors.
+        context: what the context policy removed from its prompts; None: there is no policy.
+        remember: called with the ids of each of its answers, and the text that a stop string cut off its end.
+        poolings: of each prompt, if the call wants vectors.
     """
 
     call: GenerationCall
@@ -91,12 +91,12 @@ class Prepared:
 
     @property
     def tells_tokens(self) -> bool:
-        """They come one by one, so that the first has a deadline of its own."""
+        """Tokens are streamed one by one, so the first has its own deadline."""
         return self.call.beams is None
 
     @property
     def continues_text(self) -> bool:
-        """The output goes on with the prompt's text, rather than being one of its own."""
+        """The output continues the prompt's text, instead of starting a new one."""
         prompt = self.call.prompts[0]
         return not isinstance(prompt, ChatPrompt) or prompt.continues_last
 
@@ -107,13 +107,13 @@ class PromptReader:
 
     Args:
         cards: what /v1/models shows, one per name, the model's own first; replaced as adapters come and go.
-        max_sequences: run by the engine at once.
+        max_sequences: that the engine runs at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
-        thoughts: of that vocabulary; None: the model writes none.
-        fingerprint: of the model and of what computes it ...
+        thoughts: of that vocabulary; None: the model does not reason.
+        fingerprint: of the model and the software and hardware that run it ...
         identity: ... by its parts: see identity_of.
-        records: requests are recorded, which takes a seed to tell.
-        turns: of chats, with the ids that they were computed as; None: each chat is tokenized by its text alone.
+        records: requests are recorded, so each needs a known seed.
+        turns: of chats, with the ids that they were computed as; None: each chat is tokenized from its text alone.
     """
 
     cards: tuple[ServedModel, ...]
@@ -144,7 +144,7 @@ class PromptReader:
             marks: records the stages.
 
         Raises:
-            ServiceError: the body is invalid, or asks for something that the tenant or the model does not allow.
+            ServiceError: the body is invalid, or the tenant or the model does not allow it.
         """
         marks.enter(Stage.VALIDATE)
         cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
@@ -192,11 +192,11 @@ class PromptReader:
             prompts: each with its field of the request.
 
         Raises:
-            ServiceError: a prompt breaks the tenant's text rules, or the call asks for tokens that would get round
+            ServiceError: a prompt breaks the tenant's text rules, or the call requests tokens that would bypass
                 them.
         """
         if rules.on_answer and (param := call.tokens.param) is not None:
-            message = f"{param} would show text that the operator's text rules may hold back. Leave it out."
+            message = f"{param} would show text that the operator's text rules may withhold. Leave it out."
             raise InvalidRequest(message, param, "unsupported_parameter")
         if rules.on_prompt or (call.echo and rules.on_answer):
             for prompt, param in prompts:
@@ -209,7 +209,7 @@ class PromptReader:
         tenant: Tenant,
         compute: Callable[[Prompt, str], Computed],
     ) -> tuple[list[Computed], dict[str, Any] | None]:
-        """Compute the prompts, by the context policy of the call or tenant; and what that left out, if there is one."""
+        """Compute the prompts, by the context policy of the call or tenant; and what a policy removed."""
         wishes = call.context or ContextWishes(type=tenant.context_policy)
         if wishes == ContextWishes():
             return [compute(*one) for one in prompts], None
@@ -224,7 +224,7 @@ class PromptReader:
     def _rememberer(
         self, call: GenerationCall, text: str, ids: tuple[int, ...], domain: Domain
     ) -> Callable[[Sequence[int], str], None] | None:
-        """As Prepared.remember, of a chat."""
+        """Prepared.remember for a chat."""
         if self.turns is None or not self.turns.keeps_answers:
             return None
         may_think = call.thought is not None and call.thought.start is ThoughtStart.FREE
@@ -264,12 +264,12 @@ class PromptReader:
         max_tokens: int,
         compute: Callable[[Prompt, str], Computed],
     ) -> tuple[Computed, list[dict[str, Any]]]:
-        """As much of a prompt as fits with its answer, computed; and what was left out.
+        """As much of a prompt as fits with its answer, tokenized; and what was removed.
 
         Args:
-            max_tokens: of the answer, for which at most half of the context is left free.
+            max_tokens: of the answer, which gets at most half of the context.
 
-        Raises: as _computed, of the whole prompt: nothing that may be left out is left.
+        Raises: as _computed, for the whole prompt, if even its shortest form does not fit.
         """
         most = self.max_model_len
         room = most - min(max_tokens, most // 2 if max_tokens < UNLIMITED_TOKENS else min(most // 4, UNASKED_TOKENS))
@@ -311,13 +311,13 @@ class PromptReader:
         return whole, []
 
     def _num_tokens(self, text: str) -> int:
-        """About: a long text is not tokenized to be left out."""
+        """An estimate, so that a long text is not tokenized only to be removed."""
         if len(text) > max_text_chars(self.max_model_len):
             return len(text) // 4
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
-        """The ids of the predicted answer, as far as the context reaches."""
+        """The ids of the predicted answer, as many as the context allows."""
         text = call.prediction[: max_text_chars(self.max_model_len)]
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)[: self.max_model_len]) if text else ()
 
@@ -334,7 +334,7 @@ class PromptReader:
         return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _seeded(self, call: GenerationCall) -> GenerationCall:
-        """With a seed to tell, where the answer or a record tells it and the request names none."""
+        """With a new seed, if the answer or a record reports it and the request has none."""
         if not (call.wants_timings or self.records) or call.sampling.seed is not None:
             return call
         sampling = msgspec.structs.replace(call.sampling, seed=secrets.randbits(63))
@@ -357,7 +357,7 @@ class PromptReader:
         """The ids of a prompt in any form.
 
         Args:
-            domain: whose chats it may go on with.
+            domain: whose chats it may continue.
 
         Raises:
             InvalidRequest: its text is too long to fit the context, which is known without tokenizing it.
@@ -388,14 +388,12 @@ class PromptReader:
     def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
         ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens, prompt.extra)
         if ids is None:
-            message = (
-                "This model's tokenizer has no marks for a text between two others. Ask for what follows a prompt."
-            )
+            message = "This model's tokenizer has no fill-in-the-middle tokens. Send a prompt without a suffix."
             raise InvalidRequest(message, prompt.suffix_param, "unsupported_parameter")
         return tuple(ids)
 
     def _rendered(self, prompt: ChatPrompt, marks: StageMarks | None = None) -> str:
-        """The text that the chat template makes of the prompt."""
+        """The prompt's text, rendered by the chat template."""
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
         if prompt.documents and not self.chat_template.shows_documents:
@@ -442,7 +440,7 @@ class PromptReader:
         return ids
 
     def _encode_pooled(self, prompt: Prompt, param: str, call: GenerationCall) -> tuple[tuple[int, ...], int]:
-        """The ids of a prompt that may fill the context, cut at its end if the call asks for that.
+        """The ids of a prompt that may fill the context, truncated at its end if the call wants that.
 
         Returns: also Pooling.second_from.
 
@@ -465,7 +463,7 @@ class PromptReader:
         return ids, second_from
 
     def _encode_cut(self, prompt: Prompt, most: int) -> tuple[int, ...]:
-        """As encode, with so many tokens at most: the model's special tokens around a text stay."""
+        """Like encode, with at most this many tokens; the model's special tokens around a text stay."""
         if not isinstance(prompt, TextPrompt):
             return self.encode(prompt)[:most]
         text = prompt.text[: max_text_chars(most)]
@@ -479,10 +477,10 @@ class PromptReader:
         return tuple((whole[: first + kept] + whole[first + len(plain) :])[:most])
 
     def _encode_pair(self, prompt: PairPrompt, param: str, most: int | None = None) -> tuple[tuple[int, ...], int]:
-        """The ids of two texts, and where the second one begins, if the model tells them apart.
+        """The ids of two texts, and where the second one begins, if the model distinguishes them.
 
         Args:
-            most: of the ids: of a pair that has more, the longer text is cut; None: it is not.
+            most: number of ids; of a longer pair, the longer text is truncated; None: neither is.
         """
         style = self.defaults.pooling
         assert style is not None, "only models that score are given pairs"
@@ -526,7 +524,7 @@ class PromptReader:
         """The engine's requests, one for each prompt.
 
         Raises:
-            InvalidRequest: min_tokens is more than the context leaves.
+            InvalidRequest: min_tokens is more than the context allows.
         """
         call, tenant = prepared.call, caller.tenant
         # Only deadlines of tenants and requests move a request forward in the queue, not the server's own
@@ -578,7 +576,7 @@ class PromptReader:
             grammar: compiled, of the call's constraint.
 
         Raises:
-            InvalidRequest: the answer goes on with a message that begins none that the grammar takes.
+            InvalidRequest: the answer continues a message that the grammar does not allow as a start.
         """
         thought = prepared.call.thought
         held: Grammar | AfterThought | None = grammar
@@ -600,7 +598,7 @@ class PromptReader:
             text = text.rpartition(THOUGHTS[call.thought.style.name].end)[2]
         begun = text if spec.kind is GrammarKind.REGEX else text.lstrip()  # templates trim it, and JSON may be indented
         if (rest := grammar.after(self.tokenizer.encode(begun, add_special_tokens=False))) is None:
-            message = f"{prompt.last_param} begins no answer that {spec.param} allows. Change one of them."
+            message = f"{spec.param} allows no answer that begins with {prompt.last_param}. Change one of them."
             raise InvalidRequest(message, prompt.last_param)
         return rest
 
@@ -608,7 +606,7 @@ class PromptReader:
         return surface
 
     def follow_thought(self, call: GenerationCall) -> ThoughtFollower | None:
-        """What follows the thought of one of its answers."""
+        """The tracker of the reasoning in one of its answers."""
         if call.thought is None:
             return None
         return follower(call.thought.style.name, call.thought.start, self.tokenizer.bytes_of)
@@ -644,8 +642,8 @@ class PromptReader:
 def _check_sequences(call: GenerationCall, most: int) -> None:
     """
     Raises:
-        InvalidRequest: more sequences than run at once; or answers that are chosen at their end, in a way that does not
-            go with that.
+        InvalidRequest: more sequences than run at once; or best_of or beams with a parameter that does not allow
+            them.
     """
     is_search = call.beams is not None
     chosen = "beam_width" if is_search else "best_of"
@@ -653,7 +651,7 @@ def _check_sequences(call: GenerationCall, most: int) -> None:
         param = "n" if call.num_computed == call.num_sequences else chosen
         raise InvalidRequest(f"{param} must be at most {most} on this server.", param)
     if call.is_stream and (is_search or call.num_computed > call.num_sequences):
-        raise InvalidRequest(f"{chosen} cannot stream: the best answers are known at their end.", "stream")
+        raise InvalidRequest(f"{chosen} cannot stream: the best answers are known only at the end.", "stream")
     if is_search:
         _check_beams(call)
 
@@ -669,7 +667,7 @@ def _check_beams(call: GenerationCall) -> None:
     clashes["max_tokens"] = call.sampling.max_tokens == 0
     for param, clashes_with_beams in clashes.items():
         if clashes_with_beams:
-            raise InvalidRequest(f"{param} does not go with beams. Leave one of them out.", param)
+            raise InvalidRequest(f"{param} cannot be combined with beams. Leave one of them out.", param)
 
 
 def _num_unshown(call: GenerationCall, text: str) -> int:
@@ -697,7 +695,7 @@ def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCal
 
 
 def usable(models: Iterable[ServedModel], tenant: Tenant) -> tuple[ServedModel, ...]:
-    """Those that the tenant may use, under the names that it may ask for: with a model, all of its names."""
+    """The models that the tenant may use, by each name: a permitted model includes all its names."""
     allowed = tenant.models
     return tuple(one for one in models if allowed is None or one.id in allowed or one.name in allowed)
 
@@ -707,7 +705,7 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
     Args:
         models: those that its caller may use.
-        name: None: the only one that is no adapter, by its own name.
+        name: None: the only model that is not an adapter, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
@@ -741,14 +739,14 @@ def check_task(model: ServedModel, asked: str) -> None:
     is_given = model.tasks[0]
     makes = {"generate": "generates text", "embed": "makes embeddings", "score": "scores texts by a query"}[is_given]
     paths = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
-    message = f"The model {model.id!r} {makes}, and nothing else. Ask it on {paths[is_given]}, or name another model"
+    message = f"The model {model.id!r} {makes}, and nothing else. Use it with {paths[is_given]}, or name another model"
     if is_given == "generate":
-        message += "; its operator can let it pool its hidden states: --pooling last, or mean"
+        message += "; its operator can enable embeddings with --pooling last or mean"
     raise InvalidRequest(f"{message}.", "model", "unsupported_model")
 
 
 def own_name(models: Sequence[ServedModel], name: str) -> str:
-    """The model's own name, whichever of its names was asked for."""
+    """The model's own name, whichever of its names was requested."""
     return next((model.name for model in models if model.id == name), name)  # an adapter may have been unloaded
 
 

@@ -71,9 +71,9 @@ def _plain_id(shown: str) -> str:
     return shown
 
 
-_REQUEST = Operation("How a request went, or how it goes", answer=ToldRequest, below="{request_id}")
+_REQUEST = Operation("A request's progress and timings", answer=ToldRequest, below="{request_id}")
 _AGAIN = Operation(
-    "Its stream, from the event behind Last-Event-ID on",
+    "Resume its stream after Last-Event-ID",
     answer=None,
     events=dict[str, Any],
     below="{request_id}/stream",

@@ -126,7 +126,7 @@ class EventLog(StreamCarrier):
             )
         missing = self._num_events - last_id
         if missing > len(self._events):
-            message = "The events behind Last-Event-ID are no longer kept. Ask again for the whole answer."
+            message = "The events after Last-Event-ID are no longer stored. Send the request again."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "events_not_kept", "Last-Event-ID")
         self._detach()
         if self.is_whole and not missing:
@@ -170,7 +170,7 @@ class EventLog(StreamCarrier):
             self._let_reader_go()
 
     def _taken(self) -> bytes:
-        message = "Another connection has taken this stream up. It goes on there."
+        message = "Another connection has resumed this stream. It continues there."
         return self._elsewhere(
             ServiceError(ErrorKind.CONFLICT, message, "stream_taken"), self._place[1], self._num_events
         )
@@ -243,7 +243,7 @@ class ResumableStreams:
         if (log := self._logs.get((tenant, request_id))) is not None and log.has_begun:
             return log
         message = (
-            "No stream of that id is kept. It was not asked for with resumable: true, nobody came back for it within "
+            "There is no stream with this id. It was not requested with resumable: true, or nobody resumed it within "
             f"{GRACE_S:.0f} s, or it ended as long ago."
         )
         raise ServiceError(ErrorKind.NOT_FOUND, message, "stream_not_kept")

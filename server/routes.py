@@ -94,7 +94,9 @@ def stored_turn(exchange: Exchange) -> Turn | None:
 
 def known_responses(exchange: Exchange) -> Responses:
     if (store := exchange.server.responses) is None:
-        message = "This server stores no responses. Its operator can let it: --store-responses 30d, with --ledger."
+        message = (
+            "This server stores no responses. Its operator can enable it with --store-responses 30d and --ledger FILE."
+        )
         raise ServiceError(ErrorKind.NOT_FOUND, message, "responses_not_stored")
     return store
 
@@ -105,10 +107,10 @@ async def show_response(exchange: Exchange) -> None:
     query = parse_qs(exchange.request.query)
     store, tenant = known_responses(exchange), exchange.known_caller.tenant.name
     if what not in ("", "input_items"):
-        message = f"There is no {what[:SHOWN_CHARS]!r} of a response. Ask for /v1/responses/ID or .../input_items."
+        message = f"There is no {what[:SHOWN_CHARS]!r} of a response. Use /v1/responses/ID or .../input_items."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found")
     if query.get("stream", ["false"])[0] == "true":
-        message = "A stored response is not streamed again. Leave stream out."
+        message = "A stored response cannot be streamed. Leave stream out."
         raise InvalidRequest(message, "stream", "unsupported_parameter")
     response = await store.find(tenant, response_id)
     if not what:
@@ -162,8 +164,8 @@ def computing(
 
     Args:
         work: gets the models that the caller may use, and its tenant; may run on another thread.
-        bounds_body: to the size of a whole context's ids: parsing holds the GIL, wherever it runs.
-        has_history: the body may go on from a stored response.
+        bounds_body: limit the body to the size of a whole context's ids: parsing holds the GIL on any thread.
+        has_history: the body may continue a stored response.
     """
 
     async def compute(exchange: Exchange) -> None:
@@ -230,7 +232,7 @@ def counting(
 def check_media_type(request: HttpRequest) -> None:
     """
     Raises:
-        ServiceError: the body's headers say that it is not JSON, or compressed. Without them it is taken for JSON.
+        ServiceError: the headers say that the body is not JSON, or compressed. Without them it counts as JSON.
     """
     coding = request.header(b"content-encoding")
     if coding is not None and coding.strip().lower() not in (b"", b"identity"):
@@ -348,7 +350,7 @@ async def show_props(exchange: Exchange) -> None:
 
 
 async def show_slots(exchange: Exchange) -> None:
-    """503 with ?fail_on_no_slot=1 where none is free."""
+    """503 with ?fail_on_no_slot=1 if none is free."""
     server = exchange.server
     assert server.card is not None, "it comes with the model"
     num_running = server.stats.num_running
@@ -365,7 +367,7 @@ async def show_loads(exchange: Exchange) -> None:
 
 
 async def show_sleep(exchange: Exchange) -> None:
-    """As vLLM answers: the engine of this process never sleeps."""
+    """Like vLLM's answer: the engine of this process never sleeps."""
     exchange.send(b'{"is_sleeping":false}')
 
 
@@ -384,7 +386,7 @@ async def show_usage(exchange: Exchange) -> None:
 
 
 async def show_front(exchange: Exchange) -> None:
-    """The dashboard, for browsers; others ask whether the server is there, as the ollama command does first."""
+    """The dashboard, for browsers; a short text for other clients, such as the ollama command's first check."""
     if b"text/html" in (exchange.request.header(b"accept") or b""):
         await dashboard.show_file(exchange, "index.html")
     else:
@@ -410,7 +412,7 @@ async def show_readiness(exchange: Exchange) -> None:
 
 @cache
 def _openapi(limits: RequestLimits) -> tuple[bytes, bytes]:
-    """The document, and its entity tag."""
+    """The document and its entity tag."""
     body = openapi.document(ROUTES, PREFIXES, limits)
     return body, b'"%s"' % hashlib.sha256(body).hexdigest()[:32].encode()
 
@@ -438,7 +440,7 @@ async def clear_cache(exchange: Exchange) -> None:
     await exchange.server.loaded_engine.clear_cache()
     if (turns := exchange.server.served.reader.turns) is not None:
         turns.clear()
-    logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
+    logger.info("the prefix cache is cleared, by POST /admin/cache/clear")
     exchange.send(models.CACHE_CLEARED)
 
 
@@ -454,7 +456,7 @@ def adapting(work: Callable[[Adapters, bytes], Awaitable[Computed]]) -> Handler:
         if adapters is None:
             has_own_processes = exchange.server.local_models is not None
             way = "[[models]] with adapter_of (docs/scale.md)" if has_own_processes else "--lora, --lora-dir"
-            message = f"This server takes no LoRA adapters by request. Its operator can let it have them: {way}."
+            message = f"This server does not load LoRA adapters on request. Its operator can enable it with {way}."
             raise ServiceError(ErrorKind.PERMISSION, message, "lora_disabled")
         reply, unknown_fields = await work(adapters, body)
         exchange.server.metrics.count_unknown_fields(unknown_fields)
@@ -538,7 +540,7 @@ _CHAT = Operation(
     ends_with_done=True,
 )
 _COMPLETE = Operation(
-    "Go on with a text",
+    "Complete a text",
     completions.CompletionBody,
     "completions",
     {"prompt": "Once upon a time", "max_tokens": 16},
@@ -558,15 +560,15 @@ _SAY = Operation("Answer messages", messages.MessagesBody, "messages", {**_HI, "
 _COUNT_SAID = Operation("Count the tokens of messages", messages.CountBody, "messages", _HI)
 _streaming_lines = partial(Operation, events=dict[str, Any], media_type=ollama.LINES)
 _OLLAMA_CHAT = _streaming_lines("Answer a chat", ollama.ChatBody, "ollama", {**_HI, "stream": False})
-_GENERATE = _streaming_lines("Go on with a prompt", ollama.GenerateBody, "ollama", {"prompt": "Hello", "stream": False})
-_EMBED = Operation("The vectors of texts", embeddings.EmbeddingBody, "embeddings", {"input": ["Hello"]})
-_OLLAMA_EMBED = Operation("The vectors of texts", embeddings.OllamaBody, "embed", {"input": ["Hello"]})
+_GENERATE = _streaming_lines("Complete a prompt", ollama.GenerateBody, "ollama", {"prompt": "Hello", "stream": False})
+_EMBED = Operation("Embed texts", embeddings.EmbeddingBody, "embeddings", {"input": ["Hello"]})
+_OLLAMA_EMBED = Operation("Embed texts", embeddings.OllamaBody, "embed", {"input": ["Hello"]})
 _RERANK = Operation("Sort documents by how well they answer", scores.RerankBody, "rerank", _PAIR)
 _SCORE = Operation("Score pairs of texts", scores.ScoreBody, "score", {"text_1": "Hello", "text_2": ["Hi", "Bye"]})
 _FILL = {"input_prefix": "def f():\n", "input_suffix": "\n", "n_predict": 16}
 _INFILL = Operation("Fill in code", llama_server.InfillBody, "infill", _FILL, events=dict[str, Any])
 _GO_ON = {"prompt": "Once upon a time", "n_predict": 16}
-_COMPLETION = Operation("Go on with a prompt", llama_server.CompletionBody, "completion", _GO_ON, events=dict[str, Any])
+_COMPLETION = Operation("Complete a prompt", llama_server.CompletionBody, "completion", _GO_ON, events=dict[str, Any])
 _TOKENIZE = Operation("The token ids of a prompt", tokenize.TokenizeBody, "tokenize", {"prompt": "Hello"})
 _DETOKENIZE = Operation("The text of token ids", tokenize.DetokenizeBody, "detokenize", {"tokens": [1, 2]})
 _MODEL_INFO = "The model, as SGLang's router reads it"
@@ -628,11 +630,9 @@ ROUTES: dict[str, dict[str, Route]] = {
             show_slots, "The slots, as llama-server tells them", answer=list[Any], query={"fail_on_no_slot": str}
         )
     },
-    "/is_sleeping": {"GET": _shown(show_sleep, "Never: the engine does not sleep")},
+    "/is_sleeping": {"GET": _shown(show_sleep, "Whether the engine sleeps: never")},
     "/v1/usage": {
-        "GET": _shown(
-            show_usage, "What the caller's tenant has used", Scope.USAGE, query={"by": Grouping, "since": str}
-        )
+        "GET": _shown(show_usage, "Usage of the caller's tenant", Scope.USAGE, query={"by": Grouping, "since": str})
     },
     "/health": {"GET": _shown(show_health, "Whether the process lives", None, answer=models.Status)},
     "/ping": dict.fromkeys(
@@ -724,11 +724,11 @@ PREFIXES["/responses/"] = PREFIXES["/v1/responses/"]
 def find_route(path: str, method: str) -> tuple[Route, str]:
     """The route, and the argument that its prefix leaves of the path, decoded.
 
-    Below a path of _FORMS, a route that refuses stands for what there is not.
+    Below a path of _FORMS, unknown paths have a route that refuses them.
 
     Raises:
         ServiceError: there is no such path.
-        MethodNotAllowed: it does not take the method.
+        MethodNotAllowed: the path does not support the method.
     """
     try:
         return _known_route(path, method)

@@ -117,7 +117,7 @@ class Supervision:
             self._serving = f"Serving as before: the reload failed: {error.cause}"
         except Exception:
             logger.exception("the reload failed")
-            self._serving = "Serving: the reload failed, the log says how far it has come"
+            self._serving = "Serving: the reload failed partway, see the log"
         if is_ready:
             self._manager.send("READY=1", status=self._status)
 
@@ -149,7 +149,7 @@ class Supervision:
             if not self._is_stopping and (before is Pulse.SILENT or before_why != self._why_refusing):
                 self._manager.send(status=self._status)
             if before is Pulse.SILENT:
-                logger.warning("the engine steps again")
+                logger.warning("the engine is stepping again")
                 self._server.on_silence(False)
         elif self._pulse is Pulse.LOST:
             logger.critical("the stacks of all threads:\n%s", _stacks())
@@ -264,7 +264,7 @@ class ServiceManager:
         self.watchdog_s = int(usec) / 1e6 if is_ours else None
         self._address: str | None = environ.get("NOTIFY_SOCKET") or None
         if self._address is not None and self._address[0] not in "@/":
-            logger.warning("NOTIFY_SOCKET=%s is not a Unix socket: systemd is told nothing", self._address)
+            logger.warning("NOTIFY_SOCKET=%s is not a Unix socket: systemd gets no notifications", self._address)
             self._address = None
 
     def send(self, *lines: str, status: str | None = None) -> None:
@@ -285,4 +285,4 @@ class ServiceManager:
                 sock.settimeout(SEND_TIMEOUT_S)
                 sock.sendto("\n".join(lines).encode(), address)
         except OSError as error:  # systemd acts by itself on missing messages
-            logger.warning("the service manager does not take %s: %s", lines[0], error)
+            logger.warning("the service manager cannot be sent %s: %s", lines[0], error)

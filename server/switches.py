@@ -255,7 +255,7 @@ class _OneAtATime:
             simulate: is given what to call after each step.
         """
         if self._is_running:
-            message = "Another simulation is running. Ask again in a second."
+            message = "Another simulation is running. Try again in a second."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "simulation_running", retry_after_s=1.0)
         self._is_running = True
         running = asyncio.ensure_future(exchange.server.offload(lambda: simulate(lambda scheduler: time.sleep(0))))
@@ -286,7 +286,7 @@ async def explain_request(exchange: Exchange, request_id: str, tenant: str | Non
     """
     server = exchange.server
     if any(request_id == one.request_id and tenant in (None, one.tenant) for one in server.generating()):
-        message = "The request is still in progress. Ask once it has ended."
+        message = "The request is still in progress. Try again when it has ended."
         raise ServiceError(ErrorKind.CONFLICT, message, "request_in_progress")
     flight = known_flight(request_id, tenant, server.accounting.recorder)
     served, outlook = server.generations, server.stats.outlook
@@ -294,7 +294,7 @@ async def explain_request(exchange: Exchange, request_id: str, tenant: str | Non
     courses = [] if served is None else served.courses()
     own = [one for one in courses if one.owner == flight.request_id]
     if served is None or served.limits is None or outlook is None or not (own and paces):
-        message = "How the engine ran this request is not kept: an upstream answered it, or it was too long ago."
+        message = "There is no record of how the engine ran this request: an upstream answered it, or it is too old."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_kept")
     machine, now_s = Machine(served.limits, outlook.inter_token_target, paces), server.clock.monotonic()
     outside = _outside(flight, own[0].submitted_s, own[0].ended_s)

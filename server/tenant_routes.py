@@ -273,7 +273,7 @@ async def body_of(exchange: Exchange, shape: type[T]) -> T:
     body = await exchange.stream.read_body(BODY_BYTES, exchange.known_caller.sharing_name)
     asked, unknown = decode(body, shape, {})
     if unknown:
-        raise InvalidRequest(f"There is no field {unknown[0][:64]!r} here.", unknown[0][:64])
+        raise InvalidRequest(f"Unknown field {unknown[0][:64]!r}. Leave it out.", unknown[0][:64])
     return asked
 
 

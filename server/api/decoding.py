@@ -384,9 +384,7 @@ def _refuse_contents(name: str, contents: dict[str, Any], rules: Rules) -> None:
         is_neutral = rule is not None and rule.does in _REFUSING and rule.is_neutral(value)
         if value is not None and not is_neutral and not (rule is not None and rule.does is Does.IGNORED):
             param = f"{name}.{key[:MAX_SHOWN_KEY]}"
-            message = (
-                f"{param} is not supported: {name} is ignored. Send its fields in the request itself, or leave it out."
-            )
+            message = f"{param} is not supported inside {name}. Send it in the request itself, or leave it out."
             raise InvalidRequest(message, param, "unsupported_parameter")
 
 

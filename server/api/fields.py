@@ -558,7 +558,7 @@ def _check_prompt_logprobs(fields: ChoiceFields, num_echoed: int | None, limits:
         message = "prompt_logprobs cannot be streamed. Leave stream out, or send false."
         raise InvalidRequest(message, "prompt_logprobs")
     if num_echoed not in (None, num):
-        message = f"prompt_logprobs must be as many as logprobs ({num_echoed}) where the prompt is echoed."
+        message = f"prompt_logprobs must equal logprobs ({num_echoed}) when the prompt is echoed."
         raise InvalidRequest(message, "prompt_logprobs")
 
 
@@ -571,7 +571,7 @@ def _biases(given: _Biases | _Pairs) -> dict[str, float]:
     if isinstance(given, dict):
         return given
     if any(bias is True for _, bias in given):
-        raise InvalidRequest("logit_bias takes numbers, or false for ids that must not come.", "logit_bias")
+        raise InvalidRequest("logit_bias must have numbers, or false for ids that must not occur.", "logit_bias")
     return {str(token_id): -100 if bias is False else bias for token_id, bias in given}
 
 

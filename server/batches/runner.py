@@ -251,7 +251,7 @@ class Batches:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a batch cannot go on", exc_info=error)
+            logger.error("a batch cannot continue", exc_info=error)
 
     async def _on_disk(self, work: Callable[[], T]) -> T:
         """Do it on the store's thread, again and again while the disk is full or fails."""
@@ -268,7 +268,7 @@ class Batches:
         try:
             scan = await self._on_disk(lambda: self.store.scan(batch))
         except FileNotFoundError:
-            scan = Scan(array("q"), (LineError("file_not_found", "The input file is not there any more."),))
+            scan = Scan(array("q"), (LineError("file_not_found", "The input file was deleted."),))
         except Exception:  # a bug
             logger.exception("the file of the batch %s cannot be checked", batch.id)
             scan = Scan(array("q"), (LineError("server_error", "The server failed to check the input file."),))
@@ -417,7 +417,7 @@ class Batches:
         logger.info("the batch %s is %s: %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
 
     def _add_expired(self, running: _Running, left: list[int]) -> None:
-        message = "The batch's completion window has passed before this line was asked."
+        message = "The batch's completion window ended before this line was run."
         batch = running.batch
         self.store.add_answers(
             _error_line(batch, number, self.store.line(batch, running.scan, number).custom_id, "batch_expired", message)

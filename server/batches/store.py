@@ -274,7 +274,7 @@ class Store:
         """
         row = self._database.execute("SELECT * FROM files WHERE id = ? AND tenant = ?", (file_id, tenant)).fetchone()
         if row is None:
-            message = f"There is no file {file_id[:100]!r}: it has been deleted, has expired, or was never yours."
+            message = f"There is no file {file_id[:100]!r}: it was deleted, has expired, or is not yours."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "file_not_found", param)
         return _file(row)
 
@@ -305,7 +305,7 @@ class Store:
         """
         file = self.file(tenant, file_id)
         if any(batch.input_file_id == file_id for batch in self.unfinished()):
-            message = f"A batch that is not over reads {file_id}. Cancel the batch first, or wait for its end."
+            message = f"An unfinished batch reads {file_id}. Cancel the batch first, or wait for its end."
             raise ServiceError(ErrorKind.CONFLICT, message, "file_in_use")
         self._remove([file])
 
@@ -330,7 +330,7 @@ class Store:
                 write are not refused.
         """
         if sum(one.tenant == batch.tenant for one in self.unfinished()) >= most_unfinished:
-            message = f"You have {most_unfinished} batches that are not over. Wait for one of them, or cancel one."
+            message = f"You have {most_unfinished} unfinished batches. Wait for one of them, or cancel one."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "too_many_batches")
         self.file(batch.tenant, batch.input_file_id, "input_file_id")
         self._check_room(batch.tenant, quota, 0, 0)
@@ -380,7 +380,9 @@ class Store:
                 if text.strip():
                     error = _line_error(text, number, batch.endpoint, seen)
                     if error is None and len(places) == 2 * MOST_LINES:
-                        error = LineError("too_many_lines", f"A batch has at most {MOST_LINES:,} lines. Make several.")
+                        error = LineError(
+                            "too_many_lines", f"A batch has at most {MOST_LINES:,} lines. Split the file."
+                        )
                     if error is not None:
                         errors.append(error)
                         if len(errors) == MOST_ERRORS or error.line is None:
@@ -463,7 +465,7 @@ def _line_error(text: bytes, number: int, endpoint: str, seen: set[str]) -> Line
         if line.custom_id in seen:
             raise InvalidRequest(f"custom_id {line.custom_id[:64]!r} is that of an earlier line.", "custom_id")
     except msgspec.ValidationError as error:
-        return LineError("invalid_line", f"Line {number} is no request of a batch: {error}", number)
+        return LineError("invalid_line", f"Line {number} is not a batch request: {error}", number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return LineError("invalid_json_line", f"Line {number} is not JSON: {error}", number)
     except InvalidRequest as error:

@@ -89,9 +89,9 @@ def _read(file: Path) -> tuple[str, set[str]]:
             lines = [msgspec.json.decode(text, type=_Line) for text in opened if text.strip()]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         cause = f"{file} cannot be read as a file of requests: {error}"
-        raise StartupError(cause, "docs/api.md shows what a line is", ExitCode.USAGE) from error
+        raise StartupError(cause, "docs/api.md shows the format of a line", ExitCode.USAGE) from error
     if not lines:
-        raise StartupError(f"{file} has no lines", "docs/api.md shows what a line is", ExitCode.USAGE)
+        raise StartupError(f"{file} has no lines", "docs/api.md shows the format of a line", ExitCode.USAGE)
     return lines[0].url, {line.body.model for line in lines if line.body.model is not None}
 
 

@@ -67,7 +67,7 @@ HELP = "\n".join(
 )
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 FIXES = {  # of a refusal, by its status
-    400: "change what was asked: /set shows the parameters, /clear forgets the conversation",
+    400: "change the question: /set shows the parameters, /clear forgets the conversation",
     401: "--api-key KEY, or STEPLOOP_API_KEY in the environment",
     404: "name a model server with --url",
 }

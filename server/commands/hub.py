@@ -315,7 +315,9 @@ def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile, repor
                 if stream.tell() <= furthest:
                     sizes = f"{format_size(stream.tell())} of {format_size(file.size_bytes)}"
                     cause = f"{url} stopped at {sizes}: {error or type(error).__name__}"
-                    raise StartupError(cause, "start again: it goes on from there", ExitCode.MODEL) from error
+                    raise StartupError(
+                        cause, "start again: the download continues from there", ExitCode.MODEL
+                    ) from error
                 furthest = stream.tell()
         stream.flush()
         with incomplete.open("rb") as whole:
@@ -386,7 +388,9 @@ def _receive(hub: Hub, model: HubId, url: str, stream: IO[bytes], file: HubFile,
         try:
             hf_raise_for_status(response)
         except errors.HfHubHTTPError as error:
-            raise _refusal(hub, model, url, error, "try again later: what has come is kept") from error
+            raise _refusal(
+                hub, model, url, error, "try again later: the download continues where it stopped"
+            ) from error
         if not response.headers.get("content-range", "").startswith(f"bytes {position}-"):
             stream.seek(0)
             stream.truncate()
@@ -412,7 +416,7 @@ def _refusal(hub: Hub, model: HubId, url: str, error: "HfHubHTTPError", later: s
     if isinstance(error, errors.GatedRepoError):
         given = "the token given (HF_TOKEN) has not accepted them" if hub.token else "no token is given (HF_TOKEN)"
         fix = f"accept its terms at {hub.endpoint}/{model.repo}, and give that account's token: HF_TOKEN=hf_..."
-        return HubRefusal(f"{model} is gated: the hub wants its terms accepted, and {given}", fix)
+        return HubRefusal(f"{model} is gated: the hub requires that its terms are accepted, and {given}", fix)
     if status == 403:
         fix = "give a token that may read it (HF_TOKEN=hf_...); if this one may, check the proxy or firewall on the way"
         return HubRefusal(f"{url} answered 403: this token or this address may not read it", fix)
@@ -433,11 +437,11 @@ def _refusal(hub: Hub, model: HubId, url: str, error: "HfHubHTTPError", later: s
 
 def _not_here_offline(hub: Hub, model: HubId) -> StartupError:
     fix = "unset HF_HUB_OFFLINE to fetch it, or give a directory or a .gguf file"
-    return _not_here(hub, model, ", and HF_HUB_OFFLINE forbids to fetch it", fix)
+    return _not_here(hub, model, ", and HF_HUB_OFFLINE forbids downloads", fix)
 
 
 def _not_here(hub: Hub, model: HubId, why: str, fix: str) -> StartupError:
-    cause = f"model {model} is not here: looked for it in {hub.cache}{why}"
+    cause = f"model {model} is not in {hub.cache}{why}"
     return StartupError(cause, _fix_with_near(hub, model, fix), ExitCode.MODEL)
 
 

@@ -85,7 +85,7 @@ def _tenant(name: str | None, config: ServerConfig) -> str:
     try:
         return tenant_value(name, config.tenants)
     except BadValueError as error:
-        cause = "the configuration has several tenants, and --tenant names none"
+        cause = "the configuration has several tenants: choose one by --tenant"
         if name is not None:
             cause = f"the configuration has no tenant {name!r}"
         where = f"--tenant, {error.expected}" if config.tenants else "--config FILE, the one with [[tenants]]"

@@ -116,7 +116,7 @@ def _told_of(client: ChatClient, record: RecordedRequest, recorded_body: str) ->
             if isinstance(holder, dict) and "token_ids" in (holder.get("timings") or {}):
                 told = holder["timings"]
     if told is None:
-        raise Incomparable(f"its answer broke off, or lacks token ids: {answer[-200:].strip()}")
+        raise Incomparable(f"its answer is incomplete, or lacks token ids: {answer[-200:].strip()}")
     return told
 
 

@@ -283,7 +283,7 @@ class Caller:
         """Raises ServiceError (permission)."""
         if scope not in self.scopes and not (scope is Scope.METRICS and Scope.ADMIN in self.scopes):
             has = ", ".join(sorted(self.scopes)) or "none"
-            message = f"This needs the right {scope.value!r}, and yours are: {has}. Ask the operator for a key with it."
+            message = f"This needs the right {scope.value!r}; you have: {has}. Ask the operator for a key with it."
             raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
 
     def told(self, error: ServiceError) -> ServiceError:

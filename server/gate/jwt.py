@@ -175,7 +175,7 @@ class KeySource:
             self._keys = parse_jwks(fetched.result())
         except (OSError, ValueError) as error:
             is_usable = self.age_s is not None and self.age_s < MAX_AGE_S
-            what = "the previous ones stay valid" if is_usable else "no JWT is taken"
+            what = "the previous ones stay valid" if is_usable else "every JWT is refused"
             logger.error("the keys of %s cannot be fetched, %s: %s", self._source, what, error)
             return
         self._has_failed = False

@@ -234,7 +234,7 @@ class Shortage(NamedTuple):
     def error(self) -> ServiceError:
         owner, limit = self.account.owner, self.pool.name
         shown, most = self.pool.shown, self.pool.shown(self.pool.capacity)
-        wanted = f"this asks for {'at least ' if self.is_least else ''}{shown(self.num_wanted)}"
+        wanted = f"this needs {'at least ' if self.is_least else ''}{shown(self.num_wanted)}"
         if self.wait_ns is None:
             message = (
                 f"{owner} may use at most {most} at once ({limit}), and {wanted}."

@@ -50,7 +50,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def __post_init__(self) -> None:
         for burst, rate in (("burst_requests", "requests_per_minute"), ("burst_tokens", "tokens_per_minute")):
             if getattr(self, burst) is not None and getattr(self, rate) is None:
-                raise ValueError(f"{burst} needs {rate} beside it")
+                raise ValueError(f"{burst} also needs {rate}")
 
 
 class DeadlineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -219,7 +219,7 @@ class Journal:
             is_ours = not isinstance(error, BAD_WRITE)
             if is_ours or len(writes) == 1:
                 kinds = ", ".join(sorted({type(write).__name__ for write in writes}))
-                logger.error("the ledger cannot take %s: %s", kinds, error, exc_info=is_ours)
+                logger.error("the ledger cannot be written for %s: %s", kinds, error, exc_info=is_ours)
             return [False] if len(writes) == 1 else [self._commit([write])[0] for write in writes]
         return [True] * len(writes)
 
@@ -278,7 +278,7 @@ def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
         cause, fix = f"another server writes to the ledger {path}", "stop it, or give this one its own: --ledger FILE"
         return StartupError(cause, fix, ExitCode.TRANSIENT)
     if is_damaged(path, error):
-        fix = "put a backup in its place (docs/ledger.md, Restoring a backup), or begin another: --ledger FILE"
+        fix = "restore a backup (docs/ledger.md, Restoring a backup), or start a new one: --ledger FILE"
         return StartupError(f"{path} is damaged, or not a ledger: {reason}", fix, ExitCode.CONFIGURATION)
     cause = f"the ledger {path} cannot be opened: {reason}"
     directory = path.absolute().parent
@@ -289,7 +289,7 @@ def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
         is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # the latter if its -shm finds no room
         is_locked = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
     if is_full:
-        return StartupError(cause, f"make room in {directory}, or name another: --ledger FILE", ExitCode.TRANSIENT)
+        return StartupError(cause, f"free space in {directory}, or name another: --ledger FILE", ExitCode.TRANSIENT)
     if is_locked:
         return StartupError(cause, f"end what holds its lock, as a backup does: fuser {path}", ExitCode.TRANSIENT)
     fix = f"make {directory} writable, or name another: --ledger FILE"

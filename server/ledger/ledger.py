@@ -274,7 +274,7 @@ class Ledger:
         if self.fault is not None:
             return self.fault
         waited_s = 0.0 if self._pending_since_s is None else self._loop.time() - self._pending_since_s
-        return f"no word of a write for {waited_s:.0f} s" if waited_s > STUCK_S else None
+        return f"no write has finished for {waited_s:.0f} s" if waited_s > STUCK_S else None
 
     @property
     def commit_age_s(self) -> float:
@@ -348,10 +348,10 @@ class Ledger:
         if written.fault == self.fault:
             return
         if written.fault is None:
-            logger.warning("the ledger takes writes again")
+            logger.warning("the ledger can be written again")
             self._write_unkept()
         else:
-            logger.error("the ledger takes no writes, requests are refused: %s", written.fault)
+            logger.error("the ledger cannot be written, so requests are refused: %s", written.fault)
             self._later(PROBE_S, self._probe)
         self.fault = written.fault
 

@@ -103,7 +103,7 @@ class Responses:
             message = f"There is no response {chain.missing_id[:100]!r}: it was not stored, is deleted, or is too old."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "response_not_found", param)
         if chain.is_too_long and most > 1:
-            message = "The history is too long. Send what matters of it as input, without previous_response_id."
+            message = "The history is too long. Send the part that matters as input, without previous_response_id."
             raise InvalidRequest(message, param, "context_length_exceeded")
         return chain.found[::-1]
 

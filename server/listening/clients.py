@@ -191,7 +191,7 @@ _EXPLANATIONS = {
     MAX_CONNECTIONS: "--max-connections are open",
     MAX_PER_ADDRESS: "--max-connections-per-address are open from there",
     DENIED: "--allow and --deny exclude it",
-    UNTRUSTED_PROXY: "a bind with proxy: takes connections from --trusted-proxies only",
+    UNTRUSTED_PROXY: "a bind with proxy: accepts connections from --trusted-proxies only",
     PROXY_HEADER: "its PROXY protocol header is missing, malformed or late",
     HANDSHAKE: "the TLS handshake failed",
     SHUTDOWN: "the server is shutting down",

@@ -95,7 +95,7 @@ class Acceptor:
     def _pause_for(self, error: OSError) -> None:
         if not self.num_pauses:
             logger.error(
-                "no connection can be accepted now: %s; raise the limit on open files (LimitNOFILE=, ulimit -n),"
+                "connections cannot be accepted: %s; raise the limit on open files (LimitNOFILE=, ulimit -n),"
                 " or lower --max-connections",
                 error.strerror,
             )

@@ -118,7 +118,7 @@ def tcp_address(text: str, expected: str = "HOST:PORT or [IPV6]:PORT") -> TcpAdd
     elif text.startswith("[") and text.endswith("]"):
         raise BadValueError(expected, f"{text}:{DEFAULT_PORT}")
     elif ":" in host:
-        raise BadValueError(f"{expected}; an IPv6 address stands in brackets", f"[{host}]:{port}")
+        raise BadValueError(f"{expected}; write an IPv6 address in brackets", f"[{host}]:{port}")
     if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65_535:
         raise BadValueError(expected, f"{text}:{DEFAULT_PORT}" if text and not colon and not text.isdigit() else None)
     if not host:
@@ -129,10 +129,10 @@ def tcp_address(text: str, expected: str = "HOST:PORT or [IPV6]:PORT") -> TcpAdd
 def _unix_address(text: str) -> UnixAddress:
     path = os.path.expanduser(text)
     if not path or path.endswith("/"):
-        raise BadValueError(f"{_EXPECTED}; the path of a file is missing", _SAMPLE_UNIX)
+        raise BadValueError(f"{_EXPECTED}; the path is missing", _SAMPLE_UNIX)
     size = len(os.fsencode(path))
     if size > _MAX_UNIX_PATH_BYTES:
-        expected = f"a path of at most {_MAX_UNIX_PATH_BYTES} bytes, as the kernel has it; this has {size}"
+        expected = f"a path of at most {_MAX_UNIX_PATH_BYTES} bytes, the kernel's limit; this has {size}"
         raise BadValueError(expected, _SAMPLE_UNIX)
     return UnixAddress(path)
 
@@ -273,7 +273,7 @@ def _open_bind(bind: Bind, passed: Sequence[PassedSocket], backlog: int, unix_mo
             if not found:
                 names = ", ".join(dict.fromkeys(one.name for one in passed)) or "none at all"
                 fix = f"FileDescriptorName={name} in the socket unit, and start the service by it"
-                cause = f"systemd has passed no socket called {name} (passed: {names})"
+                cause = f"systemd passed no socket named {name} (passed: {names})"
                 raise StartupError(cause, fix, ExitCode.PORT)
             return found
 
@@ -412,7 +412,7 @@ def _unix_error(error: OSError, address: UnixAddress) -> StartupError:
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         cause, fix = f"{directory} is not a directory", f"mkdir -p {directory}"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        cause, fix = f"this user may not make a socket in {directory}", "unix: with a path in a directory of its own"
+        cause, fix = f"this user may not create a socket in {directory}", "unix: with a path in a directory of its own"
     else:
         cause, fix = f"cannot listen on {address}: {error.strerror}", "unix: with another path"
     return StartupError(cause, fix, ExitCode.PORT)

@@ -456,7 +456,7 @@ def _asked_number(query: str) -> int:
     values = parse_qs(query, keep_blank_values=True)
     text = values.pop("slowest", [str(DEFAULT_ASKED)])[-1]
     if values or not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_ASKED:
-        message = f"Ask for /admin/requests?slowest=N, with N from 1 to {MAX_ASKED}."
+        message = f"Use /admin/requests?slowest=N, with N from 1 to {MAX_ASKED}."
         raise ServiceError(ErrorKind.INVALID_REQUEST, message, "invalid_query", "slowest")
     return int(text)
 

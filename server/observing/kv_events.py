@@ -122,7 +122,7 @@ def kv_events_at(address: TcpAddress | None, replay: TcpAddress | None, has_engi
     if address is not None and has_engine:
         return KvEvents(address, replay)
     if address is not None or replay is not None:
-        cause = "--kv-events-replay needs --kv-events" if has_engine else "--kv-events is about a model of this process"
+        cause = "--kv-events-replay needs --kv-events" if has_engine else "--kv-events needs a model in this process"
         raise StartupError(cause, "give --kv-events and --model, or leave both out", ExitCode.CONFIGURATION)
     return None
 
@@ -182,7 +182,7 @@ class KvEvents:
                 for router in self._sockets[1:]:
                     self._replay(router)
             except Exception:  # of one batch or one who asks: the others are told
-                logger.exception("KV events cannot be told")
+                logger.exception("KV events cannot be published")
         self._context.destroy(0)
 
     def _publish(self, changes: list[BlockChange]) -> None:

@@ -199,7 +199,7 @@ class Live:
             ServiceError: too many look.
         """
         if len(self._viewers) >= MAX_VIEWERS:
-            message = f"{MAX_VIEWERS} viewers look already. Close one of them."
+            message = f"{MAX_VIEWERS} viewers are connected, the most allowed. Close one of them."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "too_many_viewers", retry_after_s=5)
         fields = ((b"content-type", b"text/event-stream; charset=utf-8"), NO_STORE, (b"x-accel-buffering", b"no"))
         stream.send_head(ResponseHead(200, fields))

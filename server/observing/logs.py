@@ -234,7 +234,7 @@ class LogHandler(logging.Handler):
         """Log the number of dropped lines once less than half of the room is taken."""
         num_new = self.num_dropped - self._num_told
         if num_new and self._num_put - self._num_taken < MAX_WAITING_BYTES // 2:
-            message = f"{num_new} lines of the log are lost: its reader did not keep up"
+            message = f"{num_new} log lines are lost: their reader is too slow"
             if _write_out(self._stream, self.format(_record(message, logging.WARNING)) + "\n"):
                 self._num_told += num_new
 

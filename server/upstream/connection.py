@@ -256,13 +256,13 @@ async def connect(address: Address, protocol: bytes) -> Connection:
             await connection.ready
     except TimeoutError:
         connection.abort()
-        raise UpstreamFault(f"it cannot be connected to within {CONNECT_S:g} s", is_untouched=True) from None
+        raise UpstreamFault(f"it did not accept a connection within {CONNECT_S:g} s", is_untouched=True) from None
     except UpstreamFault as fault:
         if protocol == H2 and H1 in address.protocols and address.tls is None:  # it is connected, and knows no HTTP/2
             return await connect(address, H1)
         raise UpstreamFault(str(fault), is_untouched=True) from fault
     except OSError as error:  # ssl.SSLError is one
-        raise UpstreamFault(f"it cannot be connected to: {error.strerror or error}", is_untouched=True) from None
+        raise UpstreamFault(f"the connection failed: {error.strerror or error}", is_untouched=True) from None
     except asyncio.CancelledError:
         connection.abort()
         raise

@@ -240,7 +240,7 @@ class Http2(FrameReader):
         self.is_closing = True
         last_id = int.from_bytes(payload[:4], "big") & wire.UNRESERVED
         for stream in [one for one in self._streams.values() if one.id > last_id]:
-            self._fail(stream, "it takes no more requests on this connection", is_untouched=True)  # RFC 9113 §6.8
+            self._fail(stream, "it accepts no more requests on this connection", is_untouched=True)  # RFC 9113 §6.8
 
     def _take_window_update(self, header: Header, payload: bytes) -> None:
         increment = int.from_bytes(payload, "big") & wire.UNRESERVED

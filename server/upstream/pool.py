@@ -164,7 +164,7 @@ class Upstream:
                 connection = await self._open()
             if connection.http.room:
                 return connection
-        raise UpstreamFault("its connections take no more requests", is_untouched=True)
+        raise UpstreamFault("its connections accept no more requests", is_untouched=True)
 
     async def _open(self) -> Connection:
         connection = await connect(self.address, self.address.protocols[0])
@@ -210,14 +210,14 @@ class Upstream:
                 self.is_healthy, self.why_out = True, ""
                 self._told.clear()
                 self._in_since_s = now_s - (SLOW_START_S if is_first else 0.0)
-                logger.info("the upstream %s takes requests", self.shown)
+                logger.info("the upstream %s is available", self.shown)
             return
         self._num_probed = min(-1, self._num_probed - 1)
         if self.is_healthy and self._num_probed > -NUM_FAILURES:
             return
         if why not in self._told and len(self._told) < MAX_CAUSES:
             self._told.add(why)
-            logger.warning("the upstream %s is out: %s", self.url, why)
+            logger.warning("the upstream %s is unavailable: %s", self.url, why)
         self.is_healthy, self.why_out = False, why
         for one in self.connections:
             if not one.http.num_open:
@@ -231,7 +231,7 @@ class Upstream:
             self._ejection_s = max(EJECTION_S, self._ejection_s / 2)
         elif self._num_bad >= NUM_BAD_OUTCOMES and may_eject:
             self._num_bad, self._ejected_until_s = 0, now_s + self._ejection_s
-            logger.warning("the upstream %s is ejected for %g s: its answers fail", self.url, self._ejection_s)
+            logger.warning("the upstream %s is ejected for %g s: its requests fail", self.url, self._ejection_s)
             self._ejection_s = min(MOST_EJECTION_S, 2 * self._ejection_s)
 
 
@@ -450,7 +450,7 @@ class Pool:
                 (load,) = msgspec.json.decode(body)["loads"]
                 upstream.most_requests = 2 * int(load["max_running_requests"]) or math.inf
         except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
-            logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
+            logger.info("the upstream %s does not report its capacity: %r", upstream.shown, error)
 
     def addressed(self, outgoing: Outgoing, upstream: Upstream) -> Outgoing:
         path = upstream.address.prefix.encode() + outgoing.path
@@ -607,8 +607,8 @@ class Pool:
         names = "; ".join(f"{one.url}: {one.why_out or 'it is ejected'}" for one in self.upstreams)
         if (now_s := self._loop.time()) >= self._told_s + TELL_EVERY_S:
             self._told_s = now_s
-            logger.warning("no upstream of %s takes requests: %s", self.settings.name, names)
-        message = f"No server takes requests for this model now. Try again in {PROBE_EVERY_S:g} s."
+            logger.warning("no upstream of %s is available: %s", self.settings.name, names)
+        message = f"No server is available for this model. Try again in {PROBE_EVERY_S:g} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
 
 

@@ -85,14 +85,14 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             self._check_local()
             return
         if not self.upstreams:
-            raise ValueError("path or upstreams is missing: where the model is, or who answers for it")
+            raise ValueError("path or upstreams is missing: the model's file, or the servers that run it")
         if self.keep_alive is not None or self.settings:
             raise ValueError("keep_alive and settings are for a model with a path, which this server starts itself")
         if not _PATH.fullmatch(self.health):
             raise ValueError(f"health is {self.health!r}, but must be a path such as /ready")
         _ = self.silence_s  # is checked
         if self.tls_key is not None and self.tls_cert is None:
-            raise ValueError("tls_key needs tls_cert beside it")
+            raise ValueError("tls_key also needs tls_cert")
         if not self.has_tls and (self.tls_ca is not None or self.tls_cert is not None):
             raise ValueError("tls_ca and tls_cert are for https:// upstreams, and there is none")
         urls = [one.url for one in self.upstreams]
@@ -103,7 +103,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def _check_local(self) -> None:
         if self.upstreams:
-            raise ValueError("path and upstreams exclude each other: it is computed here, or elsewhere")
+            raise ValueError("path and upstreams exclude each other: the model runs here, or elsewhere")
         here = [one.name for one in msgspec.structs.fields(self) if one.name not in ELSEWHERE]
         if elsewhere := self._beside(here):
             raise ValueError(f"{elsewhere} is for upstreams, and a model with a path has none")
@@ -149,7 +149,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         try:
             return secret_value(Path(self.api_key_file).read_text(encoding="utf-8").strip())
         except (OSError, UnicodeDecodeError, BadValueError) as error:
-            reason = getattr(error, "strerror", None) or "it holds no key of visible ASCII"
+            reason = getattr(error, "strerror", None) or "it contains no key of visible ASCII characters"
             cause = f"api_key_file {self.api_key_file} of the model {self.name} cannot be used: {reason}"
             raise StartupError(cause, "write the key alone into it", ExitCode.CONFIGURATION) from error
 
@@ -202,8 +202,10 @@ def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
     for model in models:
         for name in model.fallbacks:
             if name == model.name or name not in {one.name for one in models if one.adapter_of is None}:
-                cause = f"the model {model.name!r} in {path} has the fallback {name!r}, which is no other of [[models]]"
-                raise StartupError(cause, "name another model of the list", ExitCode.CONFIGURATION)
+                cause = (
+                    f"the model {model.name!r} in {path} has the fallback {name!r}, which is not another of [[models]]"
+                )
+                raise StartupError(cause, "name another model of [[models]]", ExitCode.CONFIGURATION)
     return models
 
 
@@ -218,7 +220,7 @@ def refuse_same_names(names: Sequence[str], place: str) -> None:
 def _parse_model(table: Any, number: int, path: Path) -> ModelSettings:
     try:
         if isinstance(table, Mapping) and "adapters" in table:
-            raise msgspec.ValidationError("adapters is no field: give each an entry of its own, with adapter_of")
+            raise msgspec.ValidationError("adapters is not a field: give each an entry of its own, with adapter_of")
         return msgspec.convert(table, ModelSettings)
     except msgspec.ValidationError as error:
         name = table.get("name") if isinstance(table, Mapping) else None

@@ -122,7 +122,7 @@ def test_terminal_that_is_closed_ends_a_server_unless_it_is_to_stay(tmp_path: Pa
             assert ask(server.port, "GET", "/ready").status == 200
         else:
             assert server.wait_exit() == ExitCode.OK
-            assert "the terminal is gone" in server.log
+            assert "the terminal is closed" in server.log
     finally:
         server.kill()
 

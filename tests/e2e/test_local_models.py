@@ -192,7 +192,7 @@ def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: 
         last = received[received.rindex(b"data: {") + 6 :].splitlines()[0]
         error = json.loads(last)["error"]
         assert error["code"] == "upstream_error"
-        assert error["message"] == "The process of this model has ended. Ask again: it is started anew."
+        assert error["message"] == "The process of this model has ended. Send the request again: it is being restarted."
         assert chat(server, "one").status == 200
         assert other in wait_models(server, 2)
         below = children(server.process.pid)

@@ -220,7 +220,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (lambda s, t: s.update(modules_to_save=["lm_head"]), "modules_to_save is .*lm_head"),
         (lambda s, t: s.update(init_lora_weights="pissa_niter_4"), "it changes the base's weights"),
         (lambda s, t: s.update(layer_replication=[[0, 1]]), "layer_replication .* this is not served"),
-        (lambda s, t: s.update(rank_pattern={"(a+)+b": 4}), "is no name of a module"),
+        (lambda s, t: s.update(rank_pattern={"(a+)+b": 4}), "is not a module name"),
         (lambda s, t: s.update(r=0), "a rank below 1"),
         (lambda s, t: s.update(lora_alpha="much"), "cannot be read"),
         (lambda s, t: s.pop("r"), "cannot be read"),

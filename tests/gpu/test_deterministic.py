@@ -105,5 +105,5 @@ def test_a_matmul_that_rounds_by_company_is_found(
     )
     assert keeps_rounding([(sociable, 64)], torch.float32, torch.device("cpu"), (1,)) is False
     monkeypatch.setattr(Model, "probes", lambda self, size_bytes: [(sociable, 64)])
-    with pytest.raises(StartupError, match="--deterministic cannot be kept"):
+    with pytest.raises(StartupError, match="--deterministic is not possible"):
         open_runner(model_directory("llama3"), replace(ENGINE, deterministic=True))

@@ -108,7 +108,7 @@ def test_8_bits_are_near_the_numbers_and_half_their_bytes() -> None:
 @pytest.mark.parametrize(
     ("changes", "device", "cause"),
     [
-        ({}, "cuda", "are for CPUs"),
+        ({}, "cuda", "supported only on CPUs"),
         ({"head_dim": 3}, "cpu", "heads of 3"),
         ({"latent": LatentConfig(8, 0, 4, 4, 4)}, "cpu", "latent"),
     ],

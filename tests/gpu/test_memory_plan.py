@@ -291,5 +291,5 @@ def test_kv_memory_is_left_out_where_only_that_helps() -> None:
 
 @pytest.mark.parametrize("length", [0, -1, 131_073])
 def test_a_context_beyond_the_models_is_refused(length: int) -> None:
-    with pytest.raises(StartupError, match="made for up to 131072"):
+    with pytest.raises(StartupError, match="supports up to 131072"):
         plan(100, max_model_len=length)

@@ -63,7 +63,7 @@ def test_adapters_of_nothing_are_refused(home: Path) -> None:
     cases = [
         (adapter(home, "nothing"), "has adapter_of 'nothing', which is none of: steploop-demo"),
         (upstream + adapter(home, "small"), "has adapter_of 'small', which is none of: big"),
-        (upstream + adapter(home, "big"), "has a path, and upstreams answer for its model"),
+        (upstream + adapter(home, "big"), "has a path, but upstreams serve its model"),
         (local + ADAPTER.format(name="sql", base="big", more=""), "'sql' in .* has no path"),
         (ADAPTER.format(name="sql", base="steploop-demo", more=""), "'sql' in .* has no path"),
         (local + adapter(home, "big", path="nowhere"), "nowhere"),
@@ -73,7 +73,7 @@ def test_adapters_of_nothing_are_refused(home: Path) -> None:
             "has adapter_of 'sql', which is none of",
         ),
         (adapter(home, "steploop-demo", more="keep_alive = 0"), "keep_alive is not for adapters"),
-        (local + "adapters = {}\n", "adapters is no field"),
+        (local + "adapters = {}\n", "adapters is not a field"),
         (local + f'settings = {{ lora = ["a={home}"] }}\n', "has the setting 'lora'"),
         (local + "settings = { max_loras = 1 }\n" + adapter(home, "big") + adapter(home, "big", "b"), "--max-loras 1"),
     ]
@@ -81,7 +81,7 @@ def test_adapters_of_nothing_are_refused(home: Path) -> None:
         refused = refusal(toml_flag(home, text), {})
         assert re.search(says, refused.cause), (says, refused.cause)
     refused = refusal(toml_flag(home, f'lora_dir = "{home}"\n' + upstream), {})
-    assert "apply to the model of this process, and there is none" in refused.cause
+    assert "apply to the model in this process, and there is none" in refused.cause
     for settings, says in (
         ("tensor_parallel = 2", "LoRA adapters do not work with --tensor-parallel 2"),
         ("max_loras = 1", "names 2"),

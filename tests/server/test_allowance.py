@@ -124,8 +124,8 @@ def test_retry_after_is_exact_to_the_second() -> None:
 @pytest.mark.parametrize(
     ("limits", "why"),
     [
-        (Limits(requests_per_minute=1), b"this asks for 1, and 0 of 1 are left"),
-        (Limits(tokens_per_minute=60, burst_tokens=30), b"this asks for at least 2, and 0 of 30 are left"),
+        (Limits(requests_per_minute=1), b"this needs 1, and 0 of 1 are left"),
+        (Limits(tokens_per_minute=60, burst_tokens=30), b"this needs at least 2, and 0 of 30 are left"),
     ],
 )
 def test_who_is_over_a_limit_is_refused_before_the_body_is_read_until_a_reload_gives_more(
@@ -144,7 +144,7 @@ def test_a_prompt_that_is_too_long_for_the_tokens_left_is_refused_and_one_that_f
     with closing(server_of(Limits(tokens_per_day=100))) as server:
         refused = server.ask(say(max_tokens=90))
         assert refused.status == 429
-        assert "at most 100 at once (tokens_per_day), and this asks for 108" in refused.json["error"]["message"]
+        assert "at most 100 at once (tokens_per_day), and this needs 108" in refused.json["error"]["message"]
         assert "retry-after" not in refused.headers
         assert server.ask(say(max_tokens=80)).usage["completion_tokens"] == 80
         later = server.ask(say(max_tokens=1))

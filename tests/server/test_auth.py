@@ -175,7 +175,7 @@ def test_what_a_caller_may_not_do_says_what_it_may() -> None:
     with pytest.raises(ServiceError) as caught:
         Caller(ACME, frozenset({Scope.USAGE})).check_scope(Scope.INFERENCE)
     assert (caught.value.kind, caught.value.code) == (ErrorKind.PERMISSION, "permission_denied")
-    assert "'inference', and yours are: usage" in caught.value.message
+    assert "'inference'; you have: usage" in caught.value.message
 
 
 def test_right_to_metrics_comes_with_admin_and_brings_nothing_else() -> None:

@@ -227,10 +227,10 @@ def test_what_is_refused(served: SimulatedServer, data: bytes, status: int, para
 @pytest.mark.parametrize(
     ("form", "told"),
     [
-        (f'--m\r\nA: b; name="file"; filename="{"n" * 5000}"\r\n\r\nx\r\n--m--', "has a head of 5,030 bytes"),
+        (f'--m\r\nA: b; name="file"; filename="{"n" * 5000}"\r\n\r\nx\r\n--m--', "a form field have 5,030 bytes"),
         ("--m\r\nA: b\r\n\r\nx\r\n--m--", 'has no name="..."'),
-        ('--m\r\nA: b; name="file"\r\n\r\nx', "is cut off. Send it whole"),
-        ('--m\r\nA: b; name="file"\r\n--m--', "is cut off. Send it whole"),
+        ('--m\r\nA: b; name="file"\r\n\r\nx', "is incomplete. Send all of it"),
+        ('--m\r\nA: b; name="file"\r\n--m--', "is incomplete. Send all of it"),
         ("".join(f'--m\r\nA: b; name="{i}"\r\n\r\nx\r\n' for i in range(17)) + "--m--", "over 16 fields"),
     ],
 )

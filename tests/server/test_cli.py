@@ -391,7 +391,7 @@ def test_doctor_measures_what_quantising_costs(
     for more, num_schemes in (([], len(QUANTIZE_SCHEMES)), (["--quantize", "int8", "--quantize-cache", "0"], 1)):
         assert main([*words, *more]) == ExitCode.OK
         text = capsys.readouterr().out
-        assert "held text" in text
+        assert "test text" in text
         assert text.count("same greedy token") == num_schemes
 
 

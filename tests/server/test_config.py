@@ -175,7 +175,7 @@ def test_the_sample_of_a_key_can_be_written_so(tmp_path: Path) -> None:
 def test_the_same_port_twice_is_told_before_it_is_in_use(bind: str) -> None:
     with pytest.raises(StartupError) as caught:
         load_config({"port": "8123", "binds": [bind]}, {}).all_binds()
-    assert caught.value.cause == f"--host and --port name 127.0.0.1:8123, and --bind {bind} the same port"
+    assert caught.value.cause == f"--host and --port name 127.0.0.1:8123, and --bind {bind} has the same port"
 
 
 @pytest.mark.parametrize(("port", "bind"), [("8123", "127.0.0.1:8124"), ("8123", "[::]:8123"), ("0", "127.0.0.1:0")])

@@ -129,7 +129,7 @@ def test_a_hub_that_stops_is_told_and_the_next_start_goes_on_with_room_for_the_r
     break_at_3000(stand_in)
     error = refusal(hub)
     assert "model.safetensors stopped at 2.9 KiB of 10 KiB" in error.cause
-    assert error.fix == "start again: it goes on from there"
+    assert error.fix == "start again: the download continues from there"
     stand_in.asked.clear()
     free = shutil.disk_usage(hub.cache)._replace(free=len(WEIGHTS) - 3000)
     monkeypatch.setattr("server.commands.hub.shutil.disk_usage", lambda folder: free)
@@ -157,7 +157,7 @@ def test_a_wrong_hash_is_refused_and_nothing_is_kept(name: str, hub: Hub, stand_
     assert f"{name} is not what the hub lists" in error.cause
     kept = {blob.read_bytes() for blob in hub.cache.glob("models--org--tiny/blobs/*")}
     assert kept < set(TINY.values()) - {TINY[name]}
-    assert refusal(replace(hub, is_offline=True)).cause.startswith("model org/tiny is not here")
+    assert refusal(replace(hub, is_offline=True)).cause.startswith("model org/tiny is not in")
     stand_in.corrupted = set()
     assert (fetch(hub, MODEL, no_report) / name).read_bytes() == TINY[name]
 
@@ -246,7 +246,7 @@ def test_a_reference_that_is_none_is_as_no_model(content: bytes, hub: Hub) -> No
     fetch(hub, MODEL, no_report)
     (hub.cache / "models--org--tiny" / "refs" / "main").write_bytes(content)
     assert cached_models(hub) == []
-    assert "is not here" in refusal(replace(hub, is_offline=True)).cause
+    assert "is not in" in refusal(replace(hub, is_offline=True)).cause
 
 
 @pytest.mark.parametrize(

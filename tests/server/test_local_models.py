@@ -225,7 +225,7 @@ def test_the_least_recently_used_idle_model_gives_way_and_one_that_always_stays_
         assert processes.starts == ["stays", "a", "b", "c"]
         assert sorted(processes.running.values()) == ["a", "c", "stays"]
         assert await ask(models, "large", 0.0) == "refused"
-        assert "always stay" in str(models.models["large"].failure)
+        assert "never stop" in str(models.models["large"].failure)
         await models.close()
 
     loop.run(run())
@@ -346,7 +346,7 @@ def test_what_a_load_logs_is_of_the_request_that_asked_for_it_in_its_first_line_
     loop.run(run())
     loop.close()
     of_requests = [message for message, of in ids if of != NO_REQUEST]
-    assert of_requests == [f"the model {name} is asked for" for name in ("a", "b")]
+    assert of_requests == [f"the model {name} is requested" for name in ("a", "b")]
     assert len(ids) - len(of_requests) >= 6
 
 
@@ -395,7 +395,7 @@ def test_what_a_model_needs_beside_weights_is_kept_until_a_file_changes(
 
 def test_a_model_that_needs_more_than_all_may_have_tells_what_they_have() -> None:
     config = ServerConfig(model=DEMO_DIRECTORY, device="cpu")
-    with pytest.raises(StartupError, match=r"need .* 4.0 MiB free. All models have 4 MiB together. Fix: more --models"):
+    with pytest.raises(StartupError, match=r"need .* 4.0 MiB free. All models have 4 MiB together. Fix: raise --models"):
         local_plan(config, {"cpu": 4 * MIB})
 
 

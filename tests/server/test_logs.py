@@ -147,7 +147,7 @@ def test_reader_that_stalls_holds_nobody_up_and_what_it_missed_is_counted_and_to
         assert num_lines_dropped() == log.num_dropped == 1
         lines = [json.loads(reader.readline()) for _ in range(num_sent)]
         assert [line["message"] for line in lines[:-1]] == ["x" * 1000] * (num_sent - 1)
-        assert lines[-1]["message"].startswith("1 lines of the log are lost")
+        assert lines[-1]["message"].startswith("1 log lines are lost")
         logging.getLogger("server.some").info("after")
         assert json.loads(reader.readline())["message"] == "after"
         log.close()

@@ -132,8 +132,8 @@ def test_a_head_scores_pairs(tmp_path: Path) -> None:
         ({"modules.json": [{"type": "x.Dense", "path": "2_Dense"}]}, "Dense"),
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "max_tokens"),
         ({"1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}, "mean"),
-        ({"modules.json": {"a": 1}}, "no list of modules"),
-        ({"modules.json": [{"type": "x.Pooling", "path": "../1_Pooling"}]}, "no list of modules in this directory"),
+        ({"modules.json": {"a": 1}}, "not a list of modules"),
+        ({"modules.json": [{"type": "x.Pooling", "path": "../1_Pooling"}]}, "not a list of modules in this directory"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, change: dict[str, Any], cause: str) -> None:
@@ -186,7 +186,7 @@ def test_an_encoders_head_scores_pairs(tmp_path: Path, kind: str, is_identity: b
 
 def test_encoders_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     directory = write_encoder(tmp_path / "model", "BertModel")
-    with pytest.raises(StartupError, match="does not say how it is pooled"):
+    with pytest.raises(StartupError, match="no pooling configuration"):
         Served(directory)
     assert Served(directory, pooling="cls").reader.cards[0].tasks == tasks_in(directory, "cls") == ("embed", "score")
     assert tasks_in(directory, None) == ()

@@ -180,7 +180,7 @@ async def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_as
     again = await read_answer(idle_reader, idle_writer)
     assert again.status == 202
     await stream.finish()
-    assert caplog.text.count("as /admin/drain asks") == 1
+    assert caplog.text.count("by POST /admin/drain") == 1
 
 
 @pytest.mark.parametrize("num_bytes", [20_000, 4_000_000])

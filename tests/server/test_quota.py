@@ -217,7 +217,7 @@ def test_a_tenant_that_is_taken_away_and_comes_back_has_what_was_left() -> None:
     quotas.apply(make_directory([limited]))
     again = quotas.ticket_for(Caller(limited, key_id="sl-1"))
     assert [pool.available(START) for account in quotas.accounts for pool in account.tokens] == [85, 45]
-    assert "asks for 46, and 45 of 60 are left" in refusal(again, request(10, 36)).message
+    assert "this needs 46, and 45 of 60 are left" in refusal(again, request(10, 36)).message
 
 
 def test_a_refusal_takes_nothing_and_says_which_limit_and_when() -> None:
@@ -228,7 +228,7 @@ def test_a_refusal_takes_nothing_and_says_which_limit_and_when() -> None:
     first.enter()
     first.reserve([request(10, 30)])
     error = refusal(quotas.ticket_for(caller), request(10, 30))
-    assert "The tenant acme is over its tokens_per_minute: this asks for 40, and 20 of 60 are left" in error.message
+    assert "The tenant acme is over its tokens_per_minute: this needs 40, and 20 of 60 are left" in error.message
     assert error.retry_after_s == 20
     assert "Try again in 20 s" in error.message
     assert [account.num_reserved for account in quotas.accounts] == [40, 40]
@@ -434,7 +434,7 @@ def test_money_is_reserved_by_price_topped_up_and_settled_and_binds_no_free_mode
     assert pool.available(time()) == 10
     assert "x-budget-warning" in dict_of(ticket)
     error = refusal(quotas.ticket_for(caller), request(1000, 1))
-    assert "money_per_day: this asks for 0.000101, and 0.00001 of 0.001 are left" in error.message
+    assert "money_per_day: this needs 0.000101, and 0.00001 of 0.001 are left" in error.message
     free = quotas.ticket_for(caller)
     free.reserve([request(1000, 100_000)], "free")
     assert not free.is_bounded

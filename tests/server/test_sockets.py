@@ -165,7 +165,7 @@ def test_a_name_that_systemd_has_not_passed_is_told(opened: list[ListeningSocket
     assert "passed: none at all" in refusal("systemd:front").cause
     with socket.create_server(("127.0.0.1", 0)) as tcp:
         error = refusal("systemd:front", (PassedSocket(tcp, "back"),))
-        assert "no socket called front (passed: back)" in error.cause
+        assert "no socket named front (passed: back)" in error.cause
         assert "FileDescriptorName=front" in error.fix
 
 

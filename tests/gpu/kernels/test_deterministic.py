@@ -140,5 +140,5 @@ def test_a_matrix_that_no_kernel_knows_is_refused(device: torch.device) -> None:
     unknown = torch.ones(8, 64, device=device)[:, :32]
     assert operators.linear(unknown, None) is not None
     operators.is_deterministic = True
-    with pytest.raises(StartupError, match="--deterministic cannot be kept: the kernels do not support a matrix"):
+    with pytest.raises(StartupError, match="--deterministic is not possible: the kernels do not support a matrix"):
         operators.linear(unknown, None)
