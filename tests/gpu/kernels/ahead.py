@@ -79,7 +79,7 @@ def compile_ahead(cases: Sequence[Case], cache: Path) -> list[Compiled]:
     """One for each case.
 
     Args:
-        cache: an empty directory: nothing is taken from an earlier run.
+        cache: where Triton keeps what it has compiled, by the source and all it depends on.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     told = json.dumps([asdict(case) for case in cases])

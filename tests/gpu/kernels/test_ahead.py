@@ -22,8 +22,9 @@ LARGEST_HEAD_BYTES = 1024
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    return compile_ahead(CASES, tmp_path_factory.mktemp("ahead"))
+def compiled(pytestconfig: pytest.Config) -> list[Compiled]:
+    """What has not changed since the last run is not compiled again: it takes minutes."""
+    return compile_ahead(CASES, pytestconfig.cache.mkdir("ahead"))
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
