@@ -1,4 +1,7 @@
-"""Servers that are killed under load, and what their ledgers then say: bench/crash.py, each in a process of its own."""
+"""Servers that are killed under load, and what their ledgers then say: bench/crash.py, each in a process of its own.
+
+`make crash` kills ten thousand.
+"""
 
 import re
 import subprocess
@@ -30,5 +33,5 @@ def test_ledger_keeps_its_word_when_the_server_is_killed(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_ledger_keeps_its_word_over_a_hundred_kills() -> None:
-    kills(100, "--quick")
+def test_ledger_keeps_its_word_over_forty_kills() -> None:
+    kills(40, "--quick")

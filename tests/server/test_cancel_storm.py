@@ -28,8 +28,8 @@ def test_two_thousand_cancels_of_every_kind_leave_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_cancels_leave_nothing() -> None:
+def test_six_thousand_cancels_leave_nothing() -> None:
     storm = CancelStorm(seed=2)
-    while storm.num_called_off < 20_000:
+    while storm.num_called_off < 6_000:
         storm.run_round()
     storm.server.close()
