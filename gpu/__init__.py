@@ -5,6 +5,9 @@ What libraries read of the environment when they are loaded is set here, before 
 
 import ctypes
 import os
+import sys
+from importlib import import_module
+from types import ModuleType
 
 # libgomp: threads that wait in a spin take the core from the event loop. A linear went from 1,902 to 395 µs with the
 # cores oversubscribed.
@@ -12,6 +15,23 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # oneDNN keeps a compiled primitive of half a megabyte for each number of rows that a product has had, 1,024 of them.
 if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # the older name, which is read too
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+
+
+class _Later(ModuleType):
+    """A module that is imported when something of it is asked for, not where it is only named."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") and name != "__path__":  # that is asked of every module, as by inspect
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+if "torch" not in sys.modules:
+    # What compiles and exports models, and distributions: 19 MiB and half a second of torch's import
+    for _name in ("torch._meta_registrations", "torch.export", "torch.distributions"):
+        sys.modules[_name] = _Later(_name)
 
 _M_ARENA_MAX = -8  # mallopt(3), malloc.h
 

@@ -387,18 +387,16 @@ def attend_by_scores(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
         end = min(first + step, num_tokens)
         hidden = mask[..., first:end, :] if mask is not None and mask.shape[-2] > 1 else mask
         shares = _shares(query[..., first:end, :], keys, hidden, scores)
-        part = multiply_in_company(
-            shares.to(values.dtype).flatten(-3, -2), values
-        )  # [..., kv_heads, heads per kv * tokens, head_dim]
+        # [..., kv_heads, heads per kv * tokens, head_dim]
+        part = multiply_in_company(shares.to(values.dtype).flatten(-3, -2), values)
         outputs.append(part.view(*rows, per_kv, end - first, -1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
 
 
 def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """[..., kv_heads, heads per kv, tokens, context], float32; with its sink, each token's sum to 1."""
-    found = multiply_in_company(
-        query.flatten(-3, -2), keys.transpose(-1, -2)
-    )  # heads that share keys act as more tokens
+    # Heads that share keys act as more tokens
+    found = multiply_in_company(query.flatten(-3, -2), keys.transpose(-1, -2))
     found = found.float().mul_(scores.scale or query.shape[-1] ** -0.5).view(*query.shape[:-1], -1)
     if scores.cap is not None:
         found = found.div_(scores.cap).tanh_().mul_(scores.cap)

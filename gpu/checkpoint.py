@@ -546,7 +546,8 @@ class GgufReader:
     def _floats(self, found: GgufTensor) -> Tensor:
         content = self._content(found)
         if found.format in FLOATS:
-            return _aligned(content).view(FLOATS[found.format]).view(found.shape)
+            is_aligned = content.storage_offset() % 4 == 0  # a file's alignment may be one byte
+            return (content if is_aligned else content.clone()).view(FLOATS[found.format]).view(found.shape)
         dequantise = DEQUANTISERS[found.format]
         block_elements, block_bytes = BLOCKS[found.format]
         blocks = content.view(-1, block_bytes)
@@ -729,8 +730,3 @@ DEQUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
 def _halves(two_bytes: Tensor) -> Tensor:
     """float16 columns as float32: [blocks, 2] bytes → [blocks, 1]."""
     return two_bytes.contiguous().view(torch.float16).float()
-
-
-def _aligned(content: Tensor) -> Tensor:
-    """Bytes that may be viewed as floats: a copy if they are not aligned (a file's alignment may be one byte)."""
-    return content if content.storage_offset() % 4 == 0 else content.clone()

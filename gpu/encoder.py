@@ -106,9 +106,7 @@ def load_encoder(directory: Path, config: EncoderConfig, engine: EngineConfig, p
     plan = plan_encoder(directory, config, engine)
     apply_threads(plan.device)
     with torch.inference_mode():
-        runner = EncoderRunner(plan, engine, Encoder(plan, progress))
-    trim_heap()
-    return runner
+        return EncoderRunner(plan, engine, Encoder(plan, progress))
 
 
 class _Names:

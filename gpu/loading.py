@@ -83,7 +83,6 @@ def load_runner(
         if left_out := heads_left_out(checkpoint, config, has_head):
             logger.info("layers that predict later tokens are left out: %s", ", ".join(left_out))
         runner.open_offload(engine, checkpoint)
-        drop_code_pages()  # what warming up needed of compilers
     except DeviceError as error:
         fix = "start it again; nvidia-smi and the system's log say what happened to the device."
         raise StartupError(f"The device is lost: {error}", fix, ExitCode.DEVICE) from error

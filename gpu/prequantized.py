@@ -86,9 +86,8 @@ def unpack(packing: PackedConfig, parts: Mapping[str, Tensor], name: str) -> Unp
     else:
         values = _fields(parts["qweight"], packing.bits).transpose(1, 2).flatten(0, 1)  # [in, out]
         zeros = _fields(parts["qzeros"], packing.bits).flatten(1)  # [groups, out]
-    zeros = (zeros + packing.zero_offset) & (
-        2**packing.bits - 1
-    )  # the kernels that wrote it wrap within the field: 15 + 1 is 0
+    # The kernels that wrote it wrap within the field: 15 + 1 is 0
+    zeros = (zeros + packing.zero_offset) & (2**packing.bits - 1)
     zeros = zeros.float().T.contiguous()
     groups = _groups(packing, parts.get("g_idx"), len(values), scales.shape[1], name)
     return UnpackedWeight(values.T.contiguous(), scales, zeros, groups)

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from core.config import EngineConfig, ModelConfig
 from core.plan import TimedRow
@@ -483,7 +482,7 @@ def _is_kernel_faster(key: str, shape: MatmulShape, choice: DeviceChoice, clock:
     def seconds(name: str, matmuls: Sequence[Linear], num_rows: int) -> float:
         x = torch.zeros(num_rows, shape.num_in, dtype=choice.dtype, device=choice.device)
         name = f"{name} matmul of {num_rows} rows with {key}"
-        return seconds_or_never(clock, partial(_multiply_all, matmuls, x), name, choice.device)
+        return seconds_or_never(clock, lambda: [matmul(x) for matmul in matmuls], name, choice.device)
 
     ratio = 1.0
     for num_rows in rows:
@@ -495,11 +494,6 @@ def _is_kernel_faster(key: str, shape: MatmulShape, choice: DeviceChoice, clock:
             return True
         ratio *= by_kernel / by_torch
     return ratio < 1
-
-
-def _multiply_all(matmuls: Sequence[Linear], x: Tensor) -> None:
-    for matmul in matmuls:
-        matmul(x)
 
 
 def timed_steps(
@@ -515,8 +509,6 @@ def timed_steps(
     Args:
         stored_as: the checkpoint's main format.
     """
-    if config.num_parameters < MIN_PARAMETERS:  # quickly timed
-        return time_rows()
     fields = config, engine.quantize, engine.activations, engine.max_batch_tokens, engine.max_model_len, stored_as
     shape = f"{_shape(config, choice, operators)}, steps of {sha256(repr(fields).encode()).hexdigest()[:16]}"
     found = read_measured().get(_machine(choice), {}).get(shape)

@@ -130,12 +130,13 @@ def keep_files(config: ServerConfig) -> None:
     path = model_path(config, fetches=False)
     key = _kept_as(config, path)
     files = _kept.pop(key, None)
-    if files is None:
-        files, _ = _read_model(config, path)
-        files = replace(files, compiler=compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler))
-    _kept[key] = files
+    _kept[key] = _with_compiler(_read_model(config, path)[0]) if files is None else files
     for old in [one for one in _kept if one[0] == path and one != key] + list(_kept)[:-MOST_KEPT]:
         _kept.pop(old, None)
+
+
+def _with_compiler(files: ModelFiles) -> ModelFiles:
+    return replace(files, compiler=files.compiler or compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler))
 
 
 def _kept_as(config: ServerConfig, path: Path) -> tuple[object, ...]:
@@ -171,12 +172,14 @@ def _load(
     path = model_path(config)
     report_stage("reading the model's files")
     files, model = _read_model(config, path)
+    files = _with_compiler(files)  # before torch and weights, which use the memory that it frees
     if config.takes_adapters and isinstance(model, EncoderConfig):
         cause, fix = "LoRA adapters are not for encoders", "leave --lora and --lora-dir out"
         raise StartupError(cause, fix, ExitCode.CONFIGURATION)
     draft = None if config.draft is None else _read_draft(config, files, model)
     report_stage("importing torch")
     check_address_space()
+    from gpu.device import drop_code_pages, trim_heap
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
@@ -210,6 +213,8 @@ def _load(
     if read_adapter is not None and config.loras:
         report_stage("loading adapters")
         adapters = tuple((one.name, one.path.resolve().name, read_adapter(one.path)) for one in config.loras)
+    trim_heap()  # and what only starting needed of libraries
+    drop_code_pages()
     return LoadedEngine(loaded, files, facts, scheduler.stats(), adapters, read_adapter)
 
 
