@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import StartupError
+from core.errors import InvalidRequest, StartupError
 from core.plan import StepPlan
 from core.simulation import SimulatedRunner
 from core.types import Pooling, SamplingParams
@@ -27,7 +27,7 @@ from server.api import completions
 from server.api.fields import GenerationCall, PoolingStyle
 from server.api.replies import status_of
 from server.config import ServerConfig
-from server.gate.tenants import Limits, Tenant
+from server.gate.tenants import LOCAL_NAME, Limits, Tenant
 from server.gate.text_rules import TextRule
 from server.generation import Generation
 from server.ledger.store import RowState
@@ -364,6 +364,52 @@ async def test_without_a_tokenizer_a_prompt_reserves_a_third_of_its_bytes_and_id
             assert prepared.prompt.num_tokens == num_tokens, body
 
 
+async def test_a_body_goes_out_with_its_tenants_salt_and_class() -> None:
+    models = model("unix:/nowhere", trusted=True), model("unix:/nowhere", name="others")
+    body = orjson.dumps({"cache_salt": "x", "priority": 4, "resumable": True, "stream": True, "unknown": [1]})
+    async with fronting(*models) as front:
+        own, others = (front.server._app.served.others[one.name].reader for one in models)
+
+        def sent(reader: Any, tenant: str) -> dict[str, Any]:
+            marks = StageMarks(lambda: 0.0)
+            fields: dict[str, Any] = orjson.loads(
+                reader.prepare(chat_api.SURFACE, body, Tenant(name=tenant), marks).body
+            )
+            return fields
+
+        told = {
+            "model": MODEL,
+            "priority": 0,
+            "stream": True,
+            "unknown": [1],
+            "stream_options": {"include_usage": True},
+        }
+        assert sent(others, "acme") == told | {"cache_salt": "x"}
+        salts = {tenant: sent(own, tenant)["cache_salt"] for tenant in ("acme", "other", LOCAL_NAME)}
+        assert len(set(salts.values())) == 3
+        assert salts[LOCAL_NAME] == "x"  # an open server's clients choose
+        many = orjson.dumps({"prompt": ["a"] * 5000})
+        with pytest.raises(InvalidRequest, match="prompt must have at most"):
+            front.relay.prepare(completions.SURFACE, many, Tenant(name="acme"), StageMarks(lambda: 0.0))
+
+
+@pytest.mark.parametrize("surface", ["chat", "completions", "messages"])
+async def test_a_quota_that_runs_out_ends_a_stream_of_chunks_and_breaks_off_others(surface: str) -> None:
+    tenant = keyed_tenant("acme", limits=Limits(tokens_per_day=700))
+    async with relaying(config={"tenants": (tenant,)}) as gateway:
+        answer = await gateway.ask(as_caller(SURFACES[surface](stream=True, max_tokens=900, ignore_eos=True), "acme"))
+        if surface == "messages":
+            assert (answer.events[-1]["type"], answer.events[-1]["error"]["type"]) == ("error", "rate_limit_error")
+        else:
+            *_, end, last, done = answer.events
+            assert (end["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+            assert last["steploop"]["ended_by"] == "tokens_per_day"
+            assert {end["id"], last["id"]} == {answer.events[0]["id"]}
+        await wait_until(lambda: gateway.num_running() == 0)
+        (account, *_) = gateway.server._gate.quotas.accounts
+        assert (account.num_reserved, account.num_active) == (0, 0)
+
+
 async def test_a_document_reserves_what_it_may_take() -> None:
     tenant = keyed_tenant("acme", limits=Limits(tokens_per_minute=1000))
     async with relaying(config={"tenants": (tenant,)}) as gateway:
@@ -583,8 +629,9 @@ def _chunk(**choice: Any) -> bytes:
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"ff\r\ndata", "upstream_error"),
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"nix\r\n", "upstream_error"),
         (_HEAD + 2000 * _chunk(delta={"content": "a"}) + _chunk(delta={}, finish_reason="stop"), "upstream_error"),
+        (whole(b"x" * 70_000, b"400 No"), "upstream_error"),  # a refusal larger than 64 KiB
     ],
-    ids=range(18),
+    ids=range(19),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async with before(said, speaks={"ends": True}, health="/health") as front:
@@ -595,6 +642,26 @@ async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, ex
         else:
             got = told.json["error"]["code"]
         assert (got, front.num_active) == (expected, [0])
+
+
+@pytest.mark.parametrize(
+    ("surface", "events"),
+    [
+        (
+            "responses",
+            [{"type": "response.output_text.delta"}, {"type": "response.failed", "response": {"error": "no"}}],
+        ),
+        ("messages", [{"type": "content_block_delta"}, {"type": "error", "error": {"message": "no"}}]),
+    ],
+)
+async def test_an_error_among_named_events_ends_the_stream_as_the_surface_has_it(
+    surface: str, events: list[dict[str, Any]]
+) -> None:
+    async with before(whole(b"".join(b"data: %b\n\n" % orjson.dumps(one) for one in events))) as front:
+        first, last = (await front.ask(SURFACES[surface](stream=True))).events
+        assert (first["type"], last["error"]["code"]) == (events[0]["type"], "upstream_error")
+        assert last.get("type") == ("error" if surface == "messages" else None)
+        assert front.pool.upstreams[0].num_failures == 1
 
 
 @pytest.mark.parametrize("said", [b"H", b"HTTP/1.1 200", _HEAD, _HEAD + b"data: {", _HEAD + _chunk(text="a")])
@@ -685,9 +752,13 @@ async def test_a_504_of_anothers_is_its_failure() -> None:
         assert front.pool.upstreams[0].num_failures == 1
 
 
-@pytest.mark.parametrize("waits", [False, True])
-async def test_a_document_is_late_at_an_upstream_that_hangs_and_before_it(waits: bool) -> None:
-    async with saying(b"", hangs=True) as hung, fronting(model(hung, protocol="h1", max_requests=1)) as front:
+@pytest.mark.parametrize(("waits", "trusted"), [(False, False), (True, False), (False, True)])
+async def test_a_document_is_late_at_an_upstream_that_hangs_and_before_it(
+    waits: bool, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "TELL_S", 0.05)
+    fields: dict[str, Any] = {"protocol": "h1", "max_requests": 1, "trusted": trusted}
+    async with saying(b"", hangs=True) as hung, fronting(model(hung, **fields)) as front:
         (upstream,) = front.pool.upstreams
         if waits:
             _, first = await open_with(front.server, SURFACES["chat"]())
