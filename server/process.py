@@ -353,15 +353,15 @@ class Server:
 
     def _relay(self, pool: Pool) -> Relay:
         settings = pool.settings
-        count = self._token_counters.pop(settings.name, None)
-        relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
+        relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits)
+        relay.count = self._token_counters.pop(settings.name, None)
         if isinstance(pool, LocalPool):
             relay.admission.loading, pool.on_planned = pool, lambda length: relay.note(max_model_len=length)
             path, pooling = pool.process.model, pool.process.pooling
             if isinstance(path, Path):  # its files are here
                 told = self._loop.run_in_executor(None, tasks_in, path, pooling)
                 told.add_done_callback(lambda done: relay.note(tasks=done.result()))
-        if settings.tokenizer is not None and count is None:  # of a new list: until it is read, bytes are counted
+        if settings.tokenizer is not None and relay.count is None:  # of a new list: until it is read, bytes are counted
             self._offload(partial(self._token_counter, settings)).add_done_callback(relay.take_counter)
         return relay
 

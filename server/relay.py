@@ -98,27 +98,20 @@ class Relay:
 
     Args:
         request_limits: of n and prompts.
-        count: makes ids of prompts by the model's tokenizer; None: it is not here.
 
     Attributes:
         fallbacks: of other models, which are asked in turn while this one's upstreams do not answer.
+        count: makes ids of prompts by the model's tokenizer; None: it is not here.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        admission: Admission,
-        clock: Clock,
-        request_limits: RequestLimits,
-        count: CountTokens | None = None,
-    ) -> None:
+    def __init__(self, pool: Pool, admission: Admission, clock: Clock, request_limits: RequestLimits) -> None:
         self.pool = pool
         self.admission = admission
         self.work = LoopWork()
         self.fallbacks: tuple[Pool, ...] = ()
+        self.count: CountTokens | None = None
         self.clock = clock
         self._limits = request_limits
-        self._count = count
         settings = pool.settings
         card = ServedModel(
             id=settings.name, created_s=int(clock.unix()), max_model_len=settings.max_model_len, tasks=()
@@ -138,7 +131,7 @@ class Relay:
         if made.cancelled():
             return
         if (error := made.exception()) is None:
-            self._count = made.result()
+            self.count = made.result()
         else:
             logger.error("the tokenizer of %s cannot be used, bytes are counted: %s", self.cards[0].id, error)
 
@@ -176,10 +169,10 @@ class Relay:
         marks.enter(Stage.OFFLOAD)
         adapter = f" {asked.model}" if asked.model in settings.adapters else ""
         domain, prompt = f"{tenant.cache_salt_domain} {asked.cache_salt}{adapter}", None
-        if self._count is not None:
+        if self.count is not None:
             marks.enter(Stage.TOKENIZE)
             with suppress(ServiceError):  # this server cannot read the body; the upstream may
-                prompt = leading_token_blocks(domain, self._count(surface, body))
+                prompt = leading_token_blocks(domain, self.count(surface, body))
         return Passed(
             call=call,
             passage=passage,
@@ -372,8 +365,8 @@ class RelayHandle:
                 task.cancel()
         upstream, exchange, is_told = self._slot.upstream, self._exchange, False
         if exchange is not None:
-            # One of our own tells what it has used: also if its deadline has passed. An error answer waits for the end,
-            # and is not held up where nothing has been received
+            # A server of our own tells what it has used, also after its own deadline. An error answer waits for that:
+            # not where nothing has been received
             has_worked = not exchange.is_over or reason is FinishReason.DEADLINE
             is_told = has_worked and (self._answer.head is not None or reason is FinishReason.CANCELLED)
             exchange.cancel()
@@ -459,7 +452,7 @@ class RelayHandle:
         self._hear()
 
     def _lose(self, fault: UpstreamFault) -> None:
-        """No answer has come. What an upstream may be at fault for in the middle of its work is not sent to another."""
+        """No answer has come. It is asked again only if the upstream has not begun, or its connection was lost."""
         self._pool.note_outcome(self._upstream, False)
         is_safe = fault.is_untouched or isinstance(fault, ConnectionLost)
         self._try_elsewhere(self._pool.error_of(fault), takes_same=True if is_safe else None)
@@ -579,13 +572,10 @@ class RelayHandle:
             sequence.mark = NEVER  # on_mark may end it
             sequence.mark = self.sink.on_mark(sequence.choice, sequence.num_tokens)
 
-    # What is due when.
+    # Deadlines: of a stream's silence, of its end after its last event, of a document's first token.
 
     def _next_due(self) -> float | None:
-        """When a stream's end is waited for no longer, its upstream is taken to hang, or a document's token is due.
-
-        Before their heads only our own are (see Pool.silence_tells): others send it with the first token.
-        """
+        """Silence before the head is one of our own servers alone (see Pool.silence_tells): others may send it late."""
         answer, exchange = self._answer, self._exchange
         if not self._call.is_stream:
             return self._first_due_s if answer.head is None else None
@@ -597,9 +587,10 @@ class RelayHandle:
         return self._heard_s + self._pool.settings.silence_s if is_due and not self._is_paused else None
 
     def _on_due(self) -> None:
-        """Of a document no token can be seen from here: it is late while it waits here, or if nobody else can tell.
+        """The silence ends a stream.
 
-        A server of our own holds the deadline that the request names by itself, as long as it answers at all.
+        A document's tokens cannot be seen from here. It is late while it waits here; at an upstream, by a deadline of
+        the request's own alone, which a server of ours holds by itself as long as it answers.
         """
         exchange, deadlines = self._exchange, self.request.deadlines
         if self._call.is_stream:
