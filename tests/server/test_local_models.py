@@ -395,7 +395,7 @@ def test_what_a_model_needs_beside_weights_is_kept_until_a_file_changes(
 
 def test_a_model_that_needs_more_than_all_may_have_tells_what_they_have() -> None:
     config = ServerConfig(model=DEMO_DIRECTORY, device="cpu")
-    with pytest.raises(StartupError, match=r"need .* 4.0 MiB free. All models have 4 MiB together. Fix: raise --models"):
+    with pytest.raises(StartupError, match=r"need .* 4.0 MiB free. All models have 4 MiB together. Fix: raise --model"):
         local_plan(config, {"cpu": 4 * MIB})
 
 
