@@ -59,12 +59,7 @@ NUM_PROBES, PROBE_TOKENS = 3, 24
 MOST_ALONE = 8  # states that have a matcher of their own: each may take a hundred megabytes
 # Tokens that are allowed together, without being walked, where the text may go on with any of a kind and a length
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [
-    r"[\x20\x0A\x0D\x09]+",
-    "[a-zA-Z0-9]{1,22}",
-    *(f"{_TEXT}{{1,{most}}}" for most in (7, 10, 16, 30)),
-    f"{_TEXT}+",
-]
+SLICES = ["[a-zA-Z0-9]{1,22}", f"{_TEXT}{{1,10}}", f"{_TEXT}{{1,30}}", f"{_TEXT}+"]
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
 _ITEMS = "Too many items"  # of the parser, which every answer has for itself
 _MISPLACED = re.compile("doesn't satisfy the grammar|out of range")
