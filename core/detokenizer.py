@@ -4,7 +4,9 @@ One Detokenizer per sequence, one TokenTable per model. Thread: loop. It cuts st
 """
 
 import codecs
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from core.thoughts import ThoughtFollower
@@ -17,32 +19,57 @@ class PlainTexts(Protocol):
     def __getitem__(self, token_id: int, /) -> str | None: ...
 
 
+class TokenBytes(Sequence[bytes]):
+    """The bytes of each id, end to end: 150,000 objects and their texts take 20 MiB."""
+
+    def __init__(self, token_bytes: Collection[bytes]) -> None:
+        self.joined = b"".join(token_bytes)
+        self.starts = array("I", accumulate(map(len, token_bytes), initial=0))  # and the last one's end
+        self.known: list[bytes | None] = [None] * len(token_bytes)  # what tables have asked for: it is asked for again
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, token_id: int) -> bytes:  # type: ignore[override]
+        return self.joined[self.starts[token_id] : self.starts[token_id + 1]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.joined[start:end] for start, end in pairwise(self.starts))
+
+
 class TokenTable:
-    """The text of each id, precomputed. Shared by all sequences of a model, never changed.
+    """The text of each id. Shared by all sequences of a model; its bytes by all tables of a model.
 
     Args:
-        token_bytes: [vocab_size], the bytes of each id; empty for ids that are not shown (special tokens, gaps).
+        token_bytes: [vocab_size], the bytes of each id; empty for gaps.
         strip_start: how many leading spaces of a whole text the tokenizer adds (1 for Llama 2's, else 0).
+        hidden: ids that are not shown (special tokens).
     """
 
-    __slots__ = ("strip_start", "texts", "token_bytes")
-
-    def __init__(self, token_bytes: Sequence[bytes], strip_start: int = 0) -> None:
-        self.token_bytes = tuple(token_bytes)
-        self.strip_start = strip_start
-        self.texts = tuple(_whole_text(data) for data in self.token_bytes)  # None: not whole characters by itself
-
-    def without(self, hidden: Collection[int]) -> "TokenTable":
-        """One in which these ids are empty; the others' texts are shared."""
-        table, token_bytes, texts = TokenTable((), self.strip_start), list(self.token_bytes), list(self.texts)
-        for token_id in hidden:
-            token_bytes[token_id], texts[token_id] = b"", ""
-        table.token_bytes, table.texts = tuple(token_bytes), tuple(texts)
-        return table
+    def __init__(self, token_bytes: Collection[bytes], strip_start: int = 0, hidden: Collection[int] = ()) -> None:
+        self.token_bytes = token_bytes if isinstance(token_bytes, TokenBytes) else TokenBytes(token_bytes)
+        self.strip_start, self._hidden = strip_start, frozenset(hidden)
+        self.texts: list[str | None] = [None] * len(self.token_bytes)  # what text_of has returned
+        self._parts, self._known = set[int](), self.token_bytes.known  # of characters; objects
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one id; none for an unknown id (logits are often padded)."""
-        return self.token_bytes[token_id] if 0 <= token_id < len(self.token_bytes) else b""
+        if not 0 <= token_id < len(self.texts) or token_id in self._hidden:
+            return b""
+        found = self._known[token_id]
+        if found is None:
+            found = self._known[token_id] = self.token_bytes[token_id]
+        return found
+
+    def text_of(self, token_id: int) -> str | None:
+        """The text of one known id; None: it is not whole characters by itself."""
+        text = self.texts[token_id]
+        if text is None and token_id not in self._parts:
+            try:
+                self.texts[token_id] = text = self.bytes_of(token_id).decode()
+            except UnicodeDecodeError:
+                self._parts.add(token_id)
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence of ids."""
@@ -53,12 +80,12 @@ class TokenTable:
 class _TextsWithout(dict[int, str | None]):
     """By id, the texts that can neither begin a stop string nor contain one; None: it may. Filled as needed."""
 
-    def __init__(self, texts: Sequence[str | None], firsts: Sequence[str]) -> None:
-        self._texts = texts
+    def __init__(self, table: TokenTable, firsts: Sequence[str]) -> None:
+        self._table = table
         self._firsts = firsts  # of the stop strings: their first characters
 
     def __missing__(self, token_id: int) -> str | None:
-        text = self._texts[token_id]
+        text = self._table.text_of(token_id)
         if text is not None and any(first in text for first in self._firsts):
             text = None
         self[token_id] = text
@@ -95,7 +122,6 @@ class Detokenizer:
         "_stop",
         "_stop_firsts",
         "_table",
-        "_texts",
         "_thought",
         "cut_text",
         "is_plain",
@@ -121,7 +147,6 @@ class Detokenizer:
         self.num_tokens_kept = 0
         self._min_tokens = min_tokens
         self._table = table
-        self._texts = table.texts
         self._stop = stop
         self._stop_firsts = tuple({string[0] for string in stop})
         self._is_in_character = False  # the decoder holds the first bytes of a character
@@ -130,7 +155,7 @@ class Detokenizer:
         self._decoder = _new_utf8_decoder(errors="replace")
         self._thought = thought
         self.is_plain = not self._num_to_strip and thought is None
-        self.plain_texts: PlainTexts = _TextsWithout(table.texts, self._stop_firsts) if stop else table.texts
+        self.plain_texts: PlainTexts = _TextsWithout(table, self._stop_firsts) if stop else table.texts
 
     @property
     def num_thought_tokens(self) -> int:
@@ -196,8 +221,8 @@ class Detokenizer:
         return text
 
     def _decode(self, token_id: int) -> str:
-        if not self._is_in_character and 0 <= token_id < len(self._texts):
-            text = self._texts[token_id]
+        if not self._is_in_character and 0 <= token_id < len(self._table.texts):
+            text = self._table.text_of(token_id)
             if text is not None:
                 return text
         text = self._decoder.decode(self._table.bytes_of(token_id))
@@ -221,16 +246,9 @@ class Detokenizer:
             self.is_stopped = True
             self._held, self.cut_text = "", text[end:]
             return text[:end]
-        num_safe = len(text) - _num_held_back(text, self._stop)
+        num_safe = len(text) - max(_num_begun(text, string) for string in self._stop)
         self._held = text[num_safe:]
         return text[:num_safe]
-
-
-def _whole_text(data: bytes) -> str | None:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
 
 
 def _num_leading_spaces(text: str, limit: int) -> int:
@@ -248,12 +266,8 @@ def _first_stop(text: str, stop: tuple[str, ...], num_old: int) -> tuple[int, st
     return min(found)[1:] if found else None
 
 
-def _num_held_back(text: str, stop: tuple[str, ...]) -> int:
-    """The length of the longest end of text that is the beginning of a stop string."""
-    return max(_num_begun(text, string) for string in stop)
-
-
 def _num_begun(text: str, string: str) -> int:
+    """The length of the longest end of text that is the beginning of a stop string."""
     at = text.find(string[0], max(0, len(text) - len(string) + 1))
     while at >= 0:
         if string.startswith(text[at:]):

@@ -33,6 +33,7 @@ from core.constraints import (
     keywords_of,
     place_in,
 )
+from core.detokenizer import TokenBytes
 from core.errors import InvalidRequest
 
 JsonObject = Mapping[str, Any]
@@ -300,7 +301,7 @@ class GrammarCompiler:
         self.most_tokens = most_tokens
         self._longest = max(map(len, token_bytes))  # token's
         if not eos_ids:  # the library needs one: a token beyond the model's
-            token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
+            token_bytes, special_ids = TokenBytes([*token_bytes, b"<|end|>"]), [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
         self._num_words = -(-len(token_bytes) // 32)
         self._numbers = NumberBounds(token_bytes, self._num_words)
@@ -526,7 +527,7 @@ class _Tokenizer:
         eos_id: int,
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id = [*token_bytes], sorted(special_ids), eos_id
+        self.tokens, self.special_token_ids, self.eos_token_id = token_bytes, sorted(special_ids), eos_id
         self._encode = encode
 
     def __call__(self, text: bytes | str) -> list[int]:

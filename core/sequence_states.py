@@ -476,15 +476,13 @@ class SequenceStates:
             return
         num_settled = start - sequence.num_in_flight * limits.max_batch_tokens
         end = (num_settled + 1 - limits.window) // self._block_size - 1
-        if self.pool.has_prefix_cache and (limits.shares_answers or not self._is_prompt_published(sequence)):
+        is_prompt_published = table.num_published >= sequence.num_prompt_tokens // self._block_size
+        if self.pool.has_prefix_cache and (limits.shares_answers or not is_prompt_published):
             end = min(end, table.num_published - 1)
         first = table.num_dropped
         if end > first and builder.sources.isdisjoint(table.blocks[first:end]):
             self.pool.drop(table, end)
             builder.resend(sequence, first, end)
-
-    def _is_prompt_published(self, sequence: Sequence) -> bool:
-        return sequence.table.num_published >= sequence.num_prompt_tokens // self._block_size
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks behind that of its next token: drafts in them were wrong."""

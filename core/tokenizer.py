@@ -9,14 +9,13 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
-from core.detokenizer import TokenTable
+from core.detokenizer import TokenBytes, TokenTable
 from core.errors import InvalidRequest
 from core.marked_text import MarkedText, Origin
 from core.repetition import MOST_TAIL, Breakers
@@ -110,7 +109,7 @@ class Tokenizer:
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
         all_bytes = [to_bytes(self.str_of(token_id)) for token_id in range(self.vocab_size)]
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
-        self.table = self.full_table.without(self.special_ids)  # for answers
+        self.table = TokenTable(self.full_table.token_bytes, strip_start, self.special_ids)  # for answers
         self._breakers: dict[tuple[str, ...], Breakers] = {}
         self._tables = {frozenset[str](): self.table}
         self._control = _ControlTokens(backend, "\n".join(templates), user_turn, self.vocab_size)
@@ -312,11 +311,11 @@ class Tokenizer:
         return ids
 
     def table_showing(self, names: Set[str]) -> TokenTable:
-        """That of answers in which these special tokens are shown by their names; takes a while at the first call."""
+        """That of answers in which these special tokens are shown by their names."""
         shown = frozenset(names & set(map(self.str_of, self.special_ids)))
         if shown not in self._tables:
             hidden = {token_id for token_id in self.special_ids if self.str_of(token_id) not in shown}
-            self._tables[shown] = self.full_table.without(hidden)
+            self._tables[shown] = TokenTable(self.table.token_bytes, self.table.strip_start, hidden)
         return self._tables[shown]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -365,18 +364,18 @@ class ControlToken(NamedTuple):
 class _TokenTexts:
     """Finds tokens by what their text has in it."""
 
-    def __init__(self, texts: Sequence[bytes]) -> None:
-        self._all = b"".join(texts)
-        self._ends = list(accumulate(map(len, texts)))
+    def __init__(self, texts: TokenBytes) -> None:
+        self._all, self._starts = texts.joined, texts.starts
         self._reversed = sorted((text[::-1], token_id) for token_id, text in enumerate(texts))
 
     def containing(self, part: bytes) -> Iterator[int]:
         place = self._all.find(part)
         while place >= 0:
-            token_id = bisect_right(self._ends, place)
-            if is_inside := place + len(part) <= self._ends[token_id]:
+            token_id = bisect_right(self._starts, place) - 1
+            end = self._starts[token_id + 1]
+            if is_inside := place + len(part) <= end:
                 yield token_id
-            place = self._all.find(part, self._ends[token_id] if is_inside else place + 1)
+            place = self._all.find(part, end if is_inside else place + 1)
 
     def ending_with(self, part: bytes) -> Iterator[int]:
         wanted = part[::-1]

@@ -344,7 +344,8 @@ class _Writer:
         for schema in schemas:
             kind = schema.get("type", "string")
             if (values := _values(schema, path, end.strip())) is not None:
-                texts += [json_text(text) for one in values if typed(text := _bare(one), types) == json_text(one)]
+                bare = [(one, one if isinstance(one, str) else json_text(one)) for one in values]
+                texts += [json_text(text) for one, text in bare if typed(text, types) == json_text(one)]
             elif kind == "string":
                 _check(schema, path)
                 text = _string_regex(schema, end, path)
@@ -526,10 +527,6 @@ def _objects(schema: Schema, path: str) -> Sequence[Schema]:
         if others or one.get("type") != "object":
             raise CannotHold(path, min(others, default="anyOf"))
     return branches or [whole]
-
-
-def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else json_text(value)
 
 
 def _properties(form: WrittenOut, schema: Schema, path: str, is_inner: bool = False) -> dict[str, Schema]:

@@ -215,7 +215,7 @@ class TurnMemory:
             num_prompt_chars=len(begun.text),
             num_thought_chars=len(thought),
             end=whole[-_END_CHARS:],
-            digest=_digest(whole),
+            digest=blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=32).digest(),
             origins=_digest_of_origins(begun.text),
             control=placed,
             ids=ids,
@@ -261,10 +261,6 @@ class TurnMemory:
                 del self._chats[one]
         if not turns:
             del self._turns[domain], self._num_ids[domain]
-
-
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def _digests_of_beginnings(text: str, ends: Sequence[int], domain: Domain) -> dict[int, bytes]:

@@ -26,6 +26,7 @@ from typing import IO
 import msgspec
 
 from core.constraints import GrammarSpec
+from core.detokenizer import TokenBytes
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import SLICES, Grammar, GrammarCompiler, Vocabulary
 from server.own_processes import start_module
@@ -194,7 +195,7 @@ class GuardedCompiler(GrammarCompiler):
     def _started(self) -> "_Worker":
         if not self._files:
             self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
-            self._files[0].write(msgspec.msgpack.encode(self._vocabulary))
+            self._files[0].write(msgspec.msgpack.encode(self._vocabulary, enc_hook=list))
             self._files[0].flush()
         worker = _Worker(self._files[0].fileno(), *(() if self.most_tokens is None else (str(self.most_tokens),)))
         self._workers.add(worker)
@@ -290,6 +291,7 @@ def _serve(vocabulary_file: int, most_tokens: int | None, source: IO[bytes], tar
 
     data = os.pread(vocabulary_file, os.fstat(vocabulary_file).st_size, 0)  # its offset is that of all
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
+    vocabulary = msgspec.structs.replace(vocabulary, token_bytes=TokenBytes(vocabulary.token_bytes))
     del data
     by_bytes = {one: token_id for token_id, one in enumerate(vocabulary.token_bytes) if len(one) == 1}
     compiler = GrammarCompiler(

@@ -214,8 +214,9 @@ def compiler_of(
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         return token_ids if tokenizer.special_ids.isdisjoint(token_ids) else tokenizer.encode_chat(MarkedText(text))
 
-    token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return kind(Vocabulary(token_bytes, sorted(tokenizer.special_ids), [*eos_ids]), encode, most_tokens)
+    return kind(
+        Vocabulary(tokenizer.full_table.token_bytes, sorted(tokenizer.special_ids), [*eos_ids]), encode, most_tokens
+    )
 
 
 def _fingerprint(loaded: LoadedEngine, identity: Mapping[str, str]) -> str:

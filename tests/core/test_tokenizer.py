@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from core.detokenizer import Detokenizer
 from core.errors import InvalidRequest
 from core.tokenizer import MAX_PIECE_CHARS, Tokenizer, UnsupportedTokenizer
+from server.loaded_engine import compiler_of
 from tests.core import small_tokenizers
 from tests.pooled_models import word_pieces
 
@@ -235,12 +236,29 @@ def test_a_text_between_two_others_is_asked_for_by_the_models_marks(
     assert list(map(tokenizer.str_of, tokenizer.fill_end_ids)) == ["<|fim_pad|>"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_is_held_once(kind: str) -> None:
+    tokenizer = Tokenizer(backend(kind).to_str(), CONFIGS[kind])
+    held = tokenizer.full_table.token_bytes
+    tables = tokenizer.full_table, tokenizer.table, tokenizer.table_showing({*tokenizer.special_tokens.values()})
+    compiler = compiler_of(tokenizer, [tokenizer.eos_id])  # type: ignore[list-item]
+    vocabulary = compiler._vocabulary
+    assert len({id(one) for one in (held, vocabulary.token_bytes, *(table.token_bytes for table in tables))}) == 1
+    assert not any(text for table in tables for text in table.texts)
+    assert not any(held.known)  # no object for a token that nobody has asked for
+    ids = tokenizer.encode("fährt 😀", add_special_tokens=False)
+    assert [table.decode(ids) for table in tables[1:]] == ["fährt 😀"] * 2
+    assert {one for one in held.known if one is not None} == {held[token_id] for token_id in ids}
+    assert [*held] == [held[token_id] for token_id in range(len(held))]
+    assert tables[1].bytes_of(tokenizer.eos_id or 0) == tables[1].bytes_of(len(held)) == tables[0].bytes_of(-1) == b""
+
+
 def test_word_pieces_are_told_as_text_and_pairs_are_cut_at_the_longer_one() -> None:
     tokenizer = Tokenizer(word_pieces().to_str())
     ids = tokenizer.encode("Hello, the queue's head")
     assert len(ids) > 8  # the file's own truncation does not hold
     assert tokenizer.decode(ids) == "hello , the queue ' s head"
-    shown = b"".join(tokenizer.table.token_bytes[token_id] for token_id in tokenizer.encode("hello waits"))
+    shown = b"".join(map(tokenizer.table.bytes_of, tokenizer.encode("hello waits")))
     assert shown == b" hello waits"
     whole, second_from = tokenizer.encode_pair("hello there", "waits and then")
     names = [tokenizer.str_of(token_id) for token_id in whole]

@@ -24,7 +24,7 @@ LIMITS = RunnerLimits(
     max_model_len=128,
     vocab_size=VOCAB_SIZE,
 )
-TOKEN_ID = TOKENIZER.table.texts.index("a")
+TOKEN_ID = TOKENIZER.full_table.token_bytes.index(b"a")
 WINDOW = 2**30  # a client that has room for all
 COUNTED = ("/server/", "/core/detokenizer.py")
 
