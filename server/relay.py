@@ -65,10 +65,10 @@ from server.upstream.pool import JSON, Pool, Slot, Upstream, leading_blocks, lea
 
 logger = logging.getLogger(__name__)
 
-TELL_S, TELL_AFTER_S = 1.0, 0.01  # what a cancelled request has used, by its upstream: it is asked ever more seldom
-LINGER_S = 0.5  # after the last event, for the answer's end, whatever else comes
+TELL_S, TELL_AFTER_S = 1.0, 0.01  # to ask how a request has gone at its upstream; the first wait, doubled each time
+LINGER_S = 0.5  # for the end of an answer, after its last event
 MAX_HOPS = 8  # of a request through gateways
-ASK_S = 60.0  # for an answer that no generation writes
+ASK_S = 60.0  # for an answer without generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Relay:
         passage, settings = PASSAGES.get(surface), self.pool.settings
         if passage is None or (passage.is_parts and not settings.trusted):
             paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_parts)
-            raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
+            raise InvalidRequest(f"This model runs on another server. Use one of these: {paths}.", "model")
         is_lines, is_chat = passage.form == "lines", surface is ollama.CHAT
         needed = ("messages",) if is_chat else ("prompt", "suffix")
         if is_lines and all(fields.get(name) in (None, "", []) for name in needed):
@@ -274,7 +274,7 @@ class Relay:
         """
         pool, settings = self.pool, self.pool.settings
         if not settings.trusted:
-            message = f"The server that answers for this model has no {path} that is known here. Ask another model's."
+            message = f"{path} is not available for this model, which another kind of server runs. Use another model."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
         asked = settings.name
         if body is not None:
@@ -467,10 +467,10 @@ class RelayHandle:
             self._fail(error, has_begun=is_late)
 
     def _try_elsewhere(self, error: ServiceError, takes_same: bool | None = None) -> None:
-        """Send it to another upstream, once, or then to another model's. Where there is none, the request has failed.
+        """Send it to another upstream, once; else to the next fallback; else the request has failed.
 
         Args:
-            takes_same: see Pool.move; None: no other upstream of the pool is tried.
+            takes_same: see Pool.move; None: only fallbacks are tried.
         """
         if takes_same is not None and self._may_retry:
             failed, other = self._upstream, self._pool.move(self._slot, takes_same)
@@ -489,7 +489,7 @@ class RelayHandle:
         self._enter(pool)
 
     def _fail_by(self, error: Exception) -> None:
-        """What goes wrong with this answer ends it, and no other of the connection."""
+        """End this answer alone: the others of its connection go on."""
         if isinstance(error, UpstreamFault):
             self._pool.note_outcome(self._upstream, False)
             self._fail(self._pool.error_of(error))
@@ -501,7 +501,7 @@ class RelayHandle:
         if not self._has_ended:
             if not self.num_tokens:
                 self._answer.usage = None  # counts alone have come, and no text
-            # Which cancels. An upstream that failed may have computed something
+            # This cancels. It is no refusal where an upstream has failed: that may have computed something
             self.sink.fail(error, not has_begun and error.kind is not ErrorKind.UPSTREAM)
             self.cancel(FinishReason.ERROR)
 
@@ -515,13 +515,13 @@ class RelayHandle:
 
     def on_data(self, data: bytes) -> None:
         answer, begun_s = self._answer, self._loop.time()
-        if not answer.is_done:  # its end is not put off by what follows
+        if not answer.is_done:  # later data do not extend LINGER_S
             self._heard_s = begun_s
         try:
             for part in answer.push(data, begun_s - self._sent_s):
                 self._take(part, begun_s)
             if answer.is_done and not self._is_cancelled:
-                self._finish_all()  # the answer's end follows, or is not waited for
+                self._finish_all()  # its end follows within LINGER_S
                 self._timer.arm()
         except Exception as error:
             self._fail_by(error)
@@ -556,7 +556,7 @@ class RelayHandle:
         event = part.data
         for choice, reason in ends or ([(0, None)] if event else []):
             self.sequences[choice].is_finished |= reason is not None
-            if not (self._has_ended or self._is_cancelled):
+            if not self._is_cancelled:
                 delta = RelayedDelta(text=" ", num_tokens=0, finish_reason=reason, event=event, is_last=part.is_last)
                 self.sink.on_delta(choice, delta, now_s)
             event = b""
@@ -636,7 +636,7 @@ class RelayHandle:
                     await asyncio.sleep(wait_s)
                     wait_s *= 2
         except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
-            logger.info("an upstream does not tell how a request goes that is late or cancelled: %r", error)
+            logger.info("an upstream does not report on a request that is late or cancelled: %r", error)
             return None
 
     def _end(self) -> None:

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_DOCUMENT_BYTES, MAX_ERROR_BYTES = 64 * 1024 * 1024, 64 * 1024
 MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
-LEAST_PIECE_BYTES = 16  # of an answer, beyond MORE_EVENTS of them
-EMPTY_A_SECOND = 16  # events that pass nothing on yet, where a request sets no bound: news of a queue are 10
+LEAST_PIECE_BYTES = 16  # on average, of pieces of an answer beyond MORE_EVENTS
+EMPTY_A_SECOND = 16  # events that pass nothing on, beyond MORE_EVENTS: news of a queue come 10 times a second
 MOST_TOKENS = 2**53  # more than there are: usage that says so is not believed
 MANY_TOKENS = 2**31  # where a request sets no bound, or the model's context is not known
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
@@ -127,7 +127,7 @@ class Passed:
         context: of the model.
         num_computed: answers, of which call.num_sequences are shown.
         keep_alive_s: as Ollama's clients ask.
-        shown_fields: of /infill, cut out here: the rest tells what was used.
+        shown_fields: response_fields of /infill, applied here: the whole answer has the usage.
     """
 
     call: GenerationCall
@@ -331,7 +331,7 @@ class UpstreamAnswer:
         """Take a piece.
 
         Args:
-            after_s: since the request was sent: so long an upstream may tell nothing but that it is there.
+            after_s: since the request was sent: EMPTY_A_SECOND bounds what passes nothing on.
         """
         self._num_bytes += len(data)
         self._num_pieces += 1
@@ -351,6 +351,7 @@ class UpstreamAnswer:
             yield part
 
     def _bound(self, part: Part, after_s: float) -> None:
+        """Raises UpstreamFault: there are more events than an answer to this request can have."""
         self._num_texts += len(part.texts)
         self._num_held += len(part.data) if part.is_last else 0
         if self._num_held > MAX_EVENT_BYTES:
@@ -372,7 +373,7 @@ class UpstreamAnswer:
             texts = ["".join(text for text in one.said if isinstance(text, str)) for one in message.choices]
             num_bytes = [len(one.encode("utf-8", "replace")) for one in texts]
         if message.error is not None or not ends:
-            raise UpstreamFault("its answer is not one of the kind that was asked for")
+            raise UpstreamFault("its answer is not of the kind that was asked for")
         self.body += data
         self._num_texts, self._num_text_bytes = sum(map(bool, num_bytes)), sum(num_bytes)
         self._note_usage(message, data)
@@ -383,7 +384,7 @@ class UpstreamAnswer:
         return Part(renamed, tuple(ends), ends, is_last=True)
 
     def estimated(self) -> Usage:
-        """What has come: a token for each event with text, or for BYTES_PER_TOKEN of a document."""
+        """By what has come: a token for each event with text, or for BYTES_PER_TOKEN of a document."""
         is_document = not self.is_refusal and self.body.lstrip().startswith(b"{")
         num_tokens = max(self._num_texts, len(self.body) // BYTES_PER_TOKEN if is_document else 0)
         num_tokens = min(num_tokens, self._asked.most_tokens * self._call.num_sequences)
@@ -415,7 +416,7 @@ class UpstreamAnswer:
             prompt, completion, min(told.num_cached_tokens, prompt), min(told.num_thought_tokens, completion)
         )
         if billed != told:
-            what = "an upstream of %s tells usage that cannot be all: %s; %s is billed"
+            what = "an upstream of %s reports usage that does not fit the request: %s; %s is billed"
             logger.warning(what, self._call.model, told, billed)
         return billed
 
@@ -475,7 +476,7 @@ class UpstreamAnswer:
             self.usage, self._tells_nonsense = usage_of(self._counts), False
         except ValueError as error:
             if not self._tells_nonsense:
-                logger.warning("an upstream tells usage that cannot be, which is estimated: %s", error)
+                logger.warning("an upstream reports impossible usage, which is estimated instead: %s", error)
             self.usage, self._tells_nonsense = None, True
 
     def _renamed(self, data: bytes, hides_usage: bool = False) -> bytes:
@@ -595,8 +596,8 @@ def _detail_of(document: dict[str, Any]) -> str | None:
 def loop_error() -> ServiceError:
     """A request goes round: also what gateways before this one tell of it."""
     message = (
-        "The servers behind this one send the request round in a circle. Tell the operator: an upstream of this model"
-        " leads back to a server that it has come through."
+        "The request goes in a circle between servers. Tell the operator: an upstream of this model leads back to a"
+        " server that the request has already passed."
     )
     return ServiceError(ErrorKind.UPSTREAM, message, LOOP)
 
