@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gpu.kernels.sizes import FIXED_TILES, LARGE_TILES, SMALL_TILES
 from tests.oracle import save_random_model
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -34,6 +36,13 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model for what is the step's, not the layers': kernels that are interpreted take as long as all else here."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1}
     return save_random_model("llama3", tmp_path_factory.mktemp("one_layer"), **sizes)
+
+
+@pytest.fixture
+def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, a program takes as long whatever its tile's size is (test_matmul.py has those that serve)."""
+    for tiles in (SMALL_TILES, LARGE_TILES, FIXED_TILES):
+        monkeypatch.setitem(tiles, 32, replace(tiles[32], outputs=128, inputs=64))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -101,6 +110,17 @@ def types_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(core.tensor, "__init__", init_tensor)
         patched.setattr(interpreter, "_get_np_dtype", once)
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def overflows_uncomputed() -> Iterator[None]:
+    """The interpreter computes of each sum whether it overflows, a fifth of its time, and tells nobody of it."""
+    from triton.runtime import interpreter
+
+    with pytest.MonkeyPatch.context() as patched:
+        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        patched.setattr(interpreter.interpreter_builder, "options", options)
         yield
 
 

@@ -83,6 +83,7 @@ def requests() -> list[Request]:
     ]
 
 
+@pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
     graphs: str, one_layer: Path, monkeypatch: pytest.MonkeyPatch

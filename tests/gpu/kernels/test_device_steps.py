@@ -32,7 +32,10 @@ from tests.oracle import Oracle, read_config
 from tests.workload import Names, Workload
 
 PROMPTS = ([5, 17, 101, 9], [250], [(37 * place) % 290 + 3 for place in range(20)])
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+    pytest.mark.usefixtures("wide_tiles"),
+]
 Directory = Callable[[str], Path]
 
 

@@ -30,7 +30,10 @@ from tests.gpu.late_streams import LateStreams
 from tests.gpu.test_kv_offload import PROMPTS, Served
 from tests.gpu.test_overlap import run
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+    pytest.mark.usefixtures("wide_tiles"),
+]
 SMALL = dataclasses.replace(ENGINE, max_sequences=4, max_model_len=64, max_batch_tokens=32)
 
 

@@ -78,6 +78,7 @@ def tokens_of(runner: ModelRunner, *prompts: list[int]) -> list[list[int]]:
     return driver.generate(NUM_TOKENS, *(driver.add(list(prompt)) for prompt in prompts))
 
 
+@pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_the_oracles(
     family: str, model_directory: Callable[[str], Path], device: torch.device
