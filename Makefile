@@ -26,7 +26,7 @@
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
 # PYTHON=python3.12 the interpreter .venv is made with (3.11 or newer)
 # ARGS="..."        more flags for `steploop serve`
-# TEST_WORKERS=4    processes that the tests share, a file of them at a time (2); slow ones with servers run alone
+# TEST_WORKERS=4    processes that the tests share, a file of them at a time (2); slow ones that measure times run alone
 # BUILD_JOBS=1      compilers at a time for `make peers`; otherwise one for each core
 
 PYTHON ?= python3
@@ -39,7 +39,7 @@ TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl promtool s
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest
 TEST_WORKERS ?= 2
 SHARED := --numprocesses $(TEST_WORKERS) --dist loadfile
-# Slow ones that start no servers and measure no times: two beside each other find what one alone finds
+# Slow tests that measure no times, and run beside each other
 SLOW_BESIDE_OTHERS := tests/core tests/gpu tests/server
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 BUILD_JOBS ?= $(shell nproc)
