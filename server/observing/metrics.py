@@ -364,10 +364,10 @@ vllm:num_requests_running gauge stats.num_running | Requests running.
 vllm:kv_cache_usage_perc gauge kv_usage | Share of KV blocks in use, 0 to 1.
 vllm:prompt_tokens_total counter metrics.num_prompt_tokens | Prompt tokens.
 vllm:generation_tokens_total counter metrics.num_generation_tokens | Generated tokens.
-steploop_reasoning_tokens_total counter metrics.num_reasoning_tokens | Those of them that are of thoughts.
-steploop_draft_tokens_total counter stats.draft_tokens[drafter] | Drafts' tokens computed.
-steploop_accepted_tokens_total counter stats.accepted_tokens[drafter] | Drafts' tokens that were right.
-steploop_forced_tokens_total counter stats.num_forced_tokens | Generated tokens that a grammar left no choice about.
+steploop_reasoning_tokens_total counter metrics.num_reasoning_tokens | Generated tokens of reasoning.
+steploop_draft_tokens_total counter stats.draft_tokens[drafter] | Draft tokens verified.
+steploop_accepted_tokens_total counter stats.accepted_tokens[drafter] | Draft tokens accepted.
+steploop_forced_tokens_total counter stats.num_forced_tokens | Generated tokens that were the only ones a grammar allowed.
 vllm:num_preemptions_total counter stats.num_preemptions | Preemptions.
 vllm:prefix_cache_queries_total counter stats.num_cache_queries | Prompt tokens looked up.
 vllm:prefix_cache_hits_total counter stats.num_cache_hits | Prompt tokens found.
@@ -384,38 +384,38 @@ vllm:gpu_prefix_cache_queries_total counter stats.num_cache_queries | As vllm:pr
 vllm:gpu_prefix_cache_hits_total counter stats.num_cache_hits | As vllm:prefix_cache_hits_total.
 vllm:lora_requests_info gauge adapters[max_lora,running_lora_adapters,waiting_lora_adapters] | Which LoRA
     adapters have requests, and how many there may be; the value is the time.
-steploop_upstream_up gauge upstreams.is_up[upstream] | 1: its health check is answered, or its process is loaded.
+steploop_upstream_up gauge upstreams.is_up[upstream] | 1: its health check succeeds, or its process is loaded.
 steploop_upstream_requests_active gauge upstreams.num_active[upstream] | Requests in progress there.
 steploop_upstream_requests_total counter upstreams.num_requests[upstream] | Requests sent there.
 steploop_upstream_version_requests_total counter version_requests[version] | Requests sent to each version of a model.
-steploop_upstream_failures_total counter upstreams.num_failures[upstream] | Of these, those that it has failed.
+steploop_upstream_failures_total counter upstreams.num_failures[upstream] | Requests that failed there.
 steploop_upstream_connections gauge upstreams.num_connections[upstream] | Open connections to it.
 steploop_upstream_prompt_tokens_waiting gauge upstreams.num_waiting_tokens[upstream] | Of prompts without a first token
     there, those that it had to compute; estimated.
-steploop_upstream_requests_waiting gauge pools.num_waiting[model] | Requests that wait here for an upstream.
-steploop_upstream_retries_total counter pools.num_retries[model] | Requests that were sent a second time.
-steploop_model_loaded gauge local_models.is_awake[model] | 1: this model, which is started on demand, is loaded.
-steploop_model_loads_total counter local_models.num_loads[model] | Times that its process was started.
-steploop_model_failures_total counter local_models.num_failures[model] | Times that it could not be loaded, or died.
-steploop_model_load_seconds gauge local_models.last_load_s[model] | How long the last load took; 0: none has ended.
+steploop_upstream_requests_waiting gauge pools.num_waiting[model] | Requests waiting here for an upstream.
+steploop_upstream_retries_total counter pools.num_retries[model] | Requests that were retried.
+steploop_model_loaded gauge local_models.is_awake[model] | 1: this model, which starts on request, is loaded.
+steploop_model_loads_total counter local_models.num_loads[model] | Starts of its process.
+steploop_model_failures_total counter local_models.num_failures[model] | Failed loads and crashes of its process.
+steploop_model_load_seconds gauge local_models.last_load_s[model] | Duration of the last load; 0: none has finished.
 steploop_connections gauge num_connections | Open connections, handshakes included.
 steploop_connections_accepted_total counter num_accepted | Connections accepted.
-steploop_connections_refused_total counter connections_refused[reason] | Connections turned away.
-steploop_log_lines_dropped_total counter num_lines_dropped | Lines that the log's reader did not take.
+steploop_connections_refused_total counter connections_refused[reason] | Connections refused.
+steploop_log_lines_dropped_total counter num_lines_dropped | Log lines dropped because their reader was too slow.
 steploop_records_total counter recorder.num_written | Requests written into the files of --record.
-steploop_records_dropped_total counter recorder.num_dropped | Requests that could not be.
+steploop_records_dropped_total counter recorder.num_dropped | Requests that could not be written there.
 steploop_disconnects_total counter metrics.num_disconnects | Generations whose clients left before the end. Responses
     of status 499 also count clients that left while their body was still coming, and answers that DELETE cancelled.
 steploop_requests_active gauge num_active | Generations in progress, waiting ones included.
 steploop_responses_total counter metrics.responses[status] | Responses by status.
-steploop_requests_refused_total counter refused[reason] | Requests that never were a generation.
-steploop_requests_failed_total counter failed[reason] | Generations broken off.
+steploop_requests_refused_total counter refused[reason] | Requests refused before generation.
+steploop_requests_failed_total counter failed[reason] | Generations that failed.
 steploop_unknown_fields_total counter metrics.unknown_fields[field] | Ignored request fields.
 steploop_stage_seconds histogram metrics.stages[stage] | Where the time of generations went; the stages of one are its
     whole time.
 steploop_tenant_requests_total counter tenants.num_requests[tenant] | Generations.
-steploop_tenant_prompt_tokens_total counter tenants.num_prompt_tokens[tenant] | Prompt tokens that are billed.
-steploop_tenant_cached_tokens_total counter tenants.num_cached_tokens[tenant] | Those of them that were cached.
+steploop_tenant_prompt_tokens_total counter tenants.num_prompt_tokens[tenant] | Billed prompt tokens.
+steploop_tenant_cached_tokens_total counter tenants.num_cached_tokens[tenant] | Billed prompt tokens that were cached.
 steploop_tenant_completion_tokens_total counter tenants.num_completion_tokens[tenant] | Generated tokens that are
     billed.
 steploop_tenant_queue_seconds_total counter tenants.queue_s[tenant] | Waited in the queue.
@@ -423,21 +423,21 @@ steploop_budget_used_ratio gauge budgets[tenant,key,limit] | Used part of the bu
     tenants; of keys, those of which 80 % are used.
 steploop_kv_blocks gauge stats.num_blocks | KV blocks.
 steploop_kv_blocks_used gauge stats.num_used_blocks | KV blocks in use.
-steploop_kv_blocks_cached gauge stats.num_cached_blocks | Free KV blocks that are kept.
+steploop_kv_blocks_cached gauge stats.num_cached_blocks | Free KV blocks with cached content.
 steploop_prefix_cache_queries_total counter stats.num_cache_queries | Prompt tokens looked up.
 steploop_prefix_cache_hits_total counter stats.num_cache_hits | Prompt tokens found.
 steploop_prefix_cache_evictions_total counter stats.num_cache_evictions | Cached KV blocks reused.
 steploop_kv_host_blocks gauge stats.num_host_blocks | KV blocks that fit in host memory.
-steploop_kv_host_blocks_used gauge stats.num_used_host_blocks | KV blocks kept there.
-steploop_kv_offloaded_blocks_total counter stats.num_offloaded_blocks | KV blocks copied to it.
-steploop_kv_restored_blocks_total counter stats.num_restored_blocks | KV blocks copied back.
-steploop_kv_recomputed_blocks_total counter stats.num_recomputed_blocks | KV blocks found there and computed again:
+steploop_kv_host_blocks_used gauge stats.num_used_host_blocks | KV blocks in host memory.
+steploop_kv_offloaded_blocks_total counter stats.num_offloaded_blocks | KV blocks copied to host memory.
+steploop_kv_restored_blocks_total counter stats.num_restored_blocks | KV blocks copied back to the device.
+steploop_kv_recomputed_blocks_total counter stats.num_recomputed_blocks | KV blocks found in host memory but recomputed:
     that was faster.
 steploop_kv_unwritten_blocks_total counter stats.num_unwritten_blocks | KV blocks that could not be written to the
     directory.
-steploop_kv_undeleted_blocks gauge stats.num_undeleted_blocks | Forgotten KV blocks whose files could not be deleted
+steploop_kv_undeleted_blocks gauge stats.num_undeleted_blocks | Dropped KV blocks whose files could not be deleted
     from it.
-steploop_kv_copied_bytes_total counter kv_copied_bytes[direction] | Of these copies.
+steploop_kv_copied_bytes_total counter kv_copied_bytes[direction] | Bytes of these copies.
 steploop_requests_paused gauge stats.num_paused | Requests paused by slow readers or quotas.
 steploop_steps_total counter stats.num_steps | Engine steps.
 steploop_step_last_seconds gauge stats.step_s | Duration of the last step.
@@ -450,26 +450,26 @@ steploop_step_cost_error_ratio gauge step_cost_errors[quantile] | Of the last st
 steploop_loop_lag_seconds histogram metrics.loop_lag | How late the event loop calls a timer.
 steploop_gil_wait_seconds histogram metrics.gil_wait | How long the engine's thread waits for the interpreter's lock;
     one sample a second.
-steploop_scrape_seconds gauge metrics.scrape_s | What the page before this one took of the loop.
-steploop_uptime_seconds gauge metrics.uptime_s | Since the process began to listen.
+steploop_scrape_seconds gauge metrics.scrape_s | Loop time of the previous scrape.
+steploop_uptime_seconds gauge metrics.uptime_s | Time since the process started to listen.
 process_resident_memory_bytes gauge resident_bytes | Memory of the process.
 process_cpu_seconds_total counter cpu_s | CPU time of the process, all threads.
-steploop_build_info gauge build[version] | What runs: its version.
-steploop_ledger_up gauge standing.ledger_is_up | 1: the ledger takes writes; 0: generations are refused.
-steploop_ledger_commit_age_seconds gauge standing.ledger_commit_age_s | Since the ledger last took a write.
-steploop_ledger_disk_free_bytes gauge standing.ledger_disk.0 | Room on the ledger's disk, at its last write.
+steploop_build_info gauge build[version] | The running version.
+steploop_ledger_up gauge standing.ledger_is_up | 1: the ledger can be written; 0: generations are refused.
+steploop_ledger_commit_age_seconds gauge standing.ledger_commit_age_s | Time since the ledger's last write.
+steploop_ledger_disk_free_bytes gauge standing.ledger_disk.0 | Free space on the ledger's disk, at its last write.
 steploop_ledger_disk_bytes gauge standing.ledger_disk.1 | Size of the ledger's disk.
-steploop_reload_success gauge standing.reload.1 | 1: the last reload was taken; 0: it was refused.
-steploop_reload_timestamp_seconds gauge standing.reload.0 | When the last reload was.
-steploop_jwks_age_seconds gauge standing.jwks_age_s | Since the keys of the JWTs' issuer were fetched.
+steploop_reload_success gauge standing.reload.1 | 1: the last reload succeeded; 0: it was refused.
+steploop_reload_timestamp_seconds gauge standing.reload.0 | Time of the last reload.
+steploop_jwks_age_seconds gauge standing.jwks_age_s | Age of the JWT issuer's keys.
 steploop_expiry_timestamp_seconds gauge standing.expiries[what] | When the first of the certificates, or of the
     revocation lists, runs out.
-steploop_device_memory_used_bytes gauge devices.memory_used_bytes[device] | Memory in use, by whomever.
+steploop_device_memory_used_bytes gauge devices.memory_used_bytes[device] | Memory in use, by all processes.
 steploop_device_memory_bytes gauge devices.memory_total_bytes[device] | Memory of the device.
-steploop_device_utilization_ratio gauge devices.utilization[device] | Share of time in which something ran.
+steploop_device_utilization_ratio gauge devices.utilization[device] | Share of time in which the device was busy.
 steploop_slo_value gauge slo.value[slo] | Measured over the last 5 minutes.
-steploop_slo_threshold gauge slo.threshold[slo] | Promised by [slo] of the configuration.
-steploop_slo_ok gauge promised.is_ok[slo] | 1: the promise is kept, or nothing was measured; 0: broken.
+steploop_slo_threshold gauge slo.threshold[slo] | Threshold in [slo] of the configuration.
+steploop_slo_ok gauge promised.is_ok[slo] | 1: the SLO is met, or nothing was measured; 0: missed.
 """
 # Of a server that answers for several models, those that routers and dashboards read by model.
 TABLE_BY_MODEL = """

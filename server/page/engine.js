@@ -139,7 +139,7 @@ export class StepLoop extends Picture {
 
   summary() {
     const shown = this.steps.slice(-this.shown() || this.steps.length);
-    if (!shown.length) return "No step since you look.";
+    if (!shown.length) return "No step so far.";
     const times = shown.map((one) => one[3]).sort((a, b) => a - b), known = shown.filter((one) => one[4] !== null);
     const off = known.map((one) => Math.abs(Number(one[4]) - one[3]) / one[3]).sort((a, b) => a - b);
     const error = off.length ? `; half of the predictions are off by ${(off[off.length >> 1] * 100).toFixed(0)} % at most` : "";

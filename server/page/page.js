@@ -274,7 +274,7 @@ function showEnded() {
   const found = wanted ? ended.filter((one) => [one.id, one.alias, one.tenant, one.model, one.path, one.reason, one.status].some((text) => String(text).toLowerCase().includes(wanted))) : ended;
   const shown = found.slice(0, MAX_SHOWN), of = wanted ? `${found.length} of ${ended.length}` : `${ended.length} of the last thousand`;
   tell($("num-ended"), found.length > shown.length ? `${of}, the latest ${shown.length} are shown` : of);
-  fill($("ended").tBodies[0], shown, (row) => emptyRow(10, [6, 7, 8, 9], opener(row)), updateEnded, wanted ? "None is like that." : "None yet.");
+  fill($("ended").tBodies[0], shown, (row) => emptyRow(10, [6, 7, 8, 9], opener(row)), updateEnded, wanted ? "No request matches." : "None yet.");
 }
 $("search").addEventListener("input", showEnded);
 
@@ -353,7 +353,7 @@ function showWhy(found) {
 $("why").addEventListener("click", async () => {
   const id = shownId;
   $("why").disabled = true;
-  tell($("verdict"), "Its minute runs again …");
+  tell($("verdict"), "Simulating …");
   const answer = await ask(`/admin/requests/${encodeURIComponent(String(id))}/why`).catch(() => null);
   $("why").disabled = false;
   if (id !== shownId) return;

@@ -339,12 +339,12 @@ export function playground(ask, hasKey) {
     (current = shown).setAttribute("aria-current", "true");
     shown.tabIndex = 0;
     const before = bytesOf(choice, at);
-    tell($("token-about"), `Token ${at + 1}, ${quoted(token.token)}: ${percent(Math.exp(token.logprob))}, entropy at least ${entropyOf(token).toFixed(2)} bits. Choose what it is instead, and the answer goes on from there.`);
+    tell($("token-about"), `Token ${at + 1}, ${quoted(token.token)}: ${percent(Math.exp(token.logprob))}, entropy at least ${entropyOf(token).toFixed(2)} bits. Choose another token, and the answer continues from there.`);
     $("alternatives").replaceChildren(...(token.top_logprobs ?? []).map((other) => {
       const line = made("li", ""), button = /** @type {HTMLButtonElement} */ (made("button", quoted(other.token))), part = Math.exp(other.logprob);
       const forked = [...before, ...other.bytes];
       button.disabled = !other.bytes.length || textOf(forked) === null;
-      button.title = button.disabled ? "An answer cannot go on behind a part of a character, or a token without a text." : "";
+      button.title = button.disabled ? "An answer cannot continue after part of a character, or a token without text." : "";
       button.setAttribute("aria-label", `Go on with ${quoted(other.token)}, ${percent(part)}`);
       button.addEventListener("click", () => send(forked));
       line.append(button, made("span", `${percent(part)}, logprob ${other.logprob.toFixed(2).replace("-0.00", "0")}`, "quiet"), bar(0, part, 1));
@@ -391,7 +391,7 @@ export function playground(ask, hasKey) {
   $("code-copy").addEventListener("click", async () => {
     const isCopied = await navigator.clipboard?.writeText($("code").textContent).then(() => true, () => false);
     if (!isCopied) getSelection()?.selectAllChildren($("code"));
-    say(isCopied ? "Copied." : "The text is selected: this browser lets no page copy it.");
+    say(isCopied ? "Copied." : "The text is selected: this browser does not let the page copy it.");
   });
   return open;
 }

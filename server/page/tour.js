@@ -35,19 +35,19 @@ const isNew = ({ connection }) => Boolean(connection && connection.connectEnd > 
 const STAGES = [
   {
     name: "Accept", file: "server/listening/listener.py",
-    words: "The listener takes the connection and counts it against its bounds. One event loop serves all connections, so that an idle one needs no thread.",
+    words: "The listener accepts the connection and counts it against its limits. One event loop serves all connections, so an idle one needs no thread.",
     numbers: (seen) => `${!seen.connection ? "The browser does not tell" : isNew(seen) ? `A new connection, ${time(seen.connection.connectEnd - seen.connection.connectStart)}` : "A connection that was open already"}${seen.connection?.nextHopProtocol ? `, ${seen.connection.nextHopProtocol}` : ""}.`,
     draw: () => [[[4, 12, 26, 16], [90, 4, 26, 32, true]], "M30 20H88m-6 -5l6 5l-6 5"],
   },
   {
     name: "TLS", file: "server/wire/tls.py",
-    words: "With a certificate the server ends TLS itself: 1.2 with forward secrecy, or 1.3. A handshake that does not come to its end in time closes the connection.",
+    words: "With a certificate the server ends TLS itself: 1.2 with forward secrecy, or 1.3. A handshake that takes too long closes the connection.",
     numbers: (seen) => (location.protocol !== "https:" ? "None: this page came over plain HTTP." : isNew(seen) && seen.connection ? `A handshake of ${time(seen.connection.connectEnd - seen.connection.secureConnectionStart)}.` : "No handshake: the connection was open already."),
     draw: () => [[[46, 18, 28, 18, location.protocol === "https:"]], "M52 18v-6a8 8 0 0 1 16 0v6"],
   },
   {
     name: "Parse", file: "server/wire/http1.py", took: ["head", "body", "offload", "validate"],
-    words: "Bytes become a head, then a body, without any I/O in the parser: HTTP/1.1 here, HTTP/2 in the file beside it. The body is decoded straight into a type whose fields carry their bounds.",
+    words: "Bytes become a head, then a body, without any I/O in the parser: HTTP/1.1 here, HTTP/2 in the file beside it. The body is decoded directly into a type that limits each field.",
     numbers: (seen) => `Head ${known(seen.stages.head, time)}, body ${known(seen.stages.body, time)}, checked in ${known(seen.stages.validate, time)}.`,
     draw: () => [[[76, 4, 40, 8, true], [76, 16, 30, 8, true], [76, 28, 36, 8, true]], "M4 8h44M4 20h36M4 32h40M54 20h14m-5 -4l5 4l-5 4"],
   },
@@ -59,13 +59,13 @@ const STAGES = [
   },
   {
     name: "Quota", file: "server/gate/quota.py", took: ["quota"],
-    words: "Requests and tokens are reserved from every limit that holds, or from none. What the answer does not use goes back at its end.",
-    numbers: (seen) => (seen.left === null ? "No limit of requests holds here." : `${seen.left} requests are left of this minute's.`),
+    words: "Requests and tokens are reserved from every limit that applies, or from none. What the answer does not use is returned at its end.",
+    numbers: (seen) => (seen.left === null ? "No request limit applies here." : `${seen.left} requests are left of this minute's.`),
     draw: () => [[[46, 20, 28, 16, true]], "M44 4v32h32V4"],
   },
   {
     name: "Admission", file: "server/gate/admission.py", took: ["queue"],
-    words: "Requests, bytes and prompt tokens in progress are bounded, and who would wait too long is refused at once. What is let in waits for the step that takes it: class first, then each tenant's share.",
+    words: "Requests, bytes and prompt tokens in progress are bounded, and a request that would wait too long is refused at once. Admitted requests wait for their step: class first, then each tenant's share.",
     numbers: (seen) => `It waited ${known(seen.stages.queue, time)} for its step.`,
     draw: () => [[...boxes(4, (i) => [6 + 18 * i, 12, 12, 16, i === 3])], "M84 4v32M92 20h22m-5 -4l5 4l-5 4"],
   },
@@ -77,7 +77,7 @@ const STAGES = [
   },
   {
     name: "Prefix cache", file: "core/kv_cache.py",
-    words: "The prompt is looked up block by block, by a hash of all that comes before. Blocks that an earlier request of the same tenant has computed are used again.",
+    words: "The prompt is looked up block by block, by a hash of all that comes before. Blocks that an earlier request of the same tenant computed are reused.",
     numbers: (seen) => `${whole(numCached(seen))} of ${whole(numPrompt(seen))} tokens were there${numCached(seen) ? "" : ": send it again, and whole blocks are found"}.`,
     draw: (seen) => [boxes(10, (i) => [4 + 11.4 * i, 12, 9, 16, i < Math.round((10 * numCached(seen)) / Math.max(1, numPrompt(seen)))]), ""],
   },
@@ -104,7 +104,7 @@ const STAGES = [
   },
   {
     name: "Detokenization", file: "core/detokenizer.py", took: ["detokenize"],
-    words: "Ids become text that is safe to send: whole characters, and nothing that may become a stop string. This is all that the loop does for a token.",
+    words: "Ids become text that is safe to send: whole characters, and nothing that may become a stop string. The loop does nothing else for a token.",
     numbers: (seen) => `${known(seen.stages.detokenize, time)} for ${whole(numAnswer(seen))} tokens.`,
     draw: () => [boxes(4, (i) => [4 + 13 * i, 14, 10, 12, true]), "M60 20h14m-5 -4l5 4l-5 4M84 30l8 -22l8 22M87 22h10"],
   },
@@ -116,13 +116,13 @@ const STAGES = [
   },
   {
     name: "Flush", file: "server/wire/stream.py", took: ["first_flush", "last_flush"],
-    words: "Frames go to the kernel as soon as they are made. A reader that falls behind pauses its own request, not those of others.",
+    words: "Frames go to the kernel as soon as they are made. A slow reader pauses only its own request.",
     numbers: (seen) => `First text after ${known(seen.timings?.ttft, time)} at the server; all of it after ${time(seen.seen_ms)} here.`,
     draw: () => [[[4, 6, 40, 28, true]], "M50 20h60m-8 -6l8 6l-8 6"],
   },
   {
     name: "Metering", file: "server/ledger/ledger.py", took: ["settle"],
-    words: "What was used is settled: quotas take it, and with a ledger one durable row per request has it before the last frame. A crash bills nobody twice.",
+    words: "Usage is settled: quotas count it, and a ledger has a durable row for the request before the last frame. A crash bills nobody twice.",
     numbers: (seen) => `${whole(numPrompt(seen))} tokens in, ${whole(numAnswer(seen))} out.`,
     draw: () => [boxes(3, (i) => [20, 5 + 11 * i, 80, 8, i === 2]), "M84 2v36"],
   },
@@ -164,14 +164,14 @@ function itemOf(stage, seen, most) {
 
 /** @type {Record<string, [string, string]>} its name, and what it means, by switch */
 const SWITCHES = {
-  continuous_batching: ["Continuous batching", "Without it, a batch ends before the next one begins. With it, a request takes the place of the one that has just ended."],
-  chunked_prefill: ["Chunked prefill", "Without it, prompts are computed as fast as they fit, and who is decoding waits. With it, they are cut so that nobody's next token comes much later, and first tokens come later."],
+  continuous_batching: ["Continuous batching", "Without it, a batch ends before the next one begins. With it, a new request takes the place of each that ends."],
+  chunked_prefill: ["Chunked prefill", "Without it, prompts are computed as fast as possible, and decoding requests wait. With it, they are cut so that nobody's next token comes much later, and first tokens come later."],
   prefix_cache: ["Prefix cache", "Three quarters of each prompt are the same text. With it, they are computed once."],
-  speculation: ["Speculation", "Each request predicts its answer, with every twelfth token wrong. With it, a step verifies several predicted tokens of a request at once where that pays; the answers are the same."],
+  speculation: ["Speculation", "Each request predicts its answer, with every twelfth token wrong. With it, a step verifies several predicted tokens of a request at once where that saves time; the answers are the same."],
   second_replica: ["A second replica", "With it, every second request goes to another server of the same speed."],
-  cancel: ["Clients who leave", "With it, every second client leaves after a while. What they held is free at once; the measures are those of the others."],
-  slow_client: ["Clients who read slowly", "With it, every second client stops reading after a while, for as long. Their requests pause; the measures are those of the others."],
-  overload: ["Refusals under overload", "Clients leave whose first token has not come in time, and more come than the server can do. Without it, all are let in: time goes into prompts whose clients will leave. With it, who would be late is refused at once, by the server's own admission."],
+  cancel: ["Clients who leave", "With it, every second client leaves after a while. Their resources are free at once; the figures are those of the others."],
+  slow_client: ["Clients who read slowly", "With it, every second client stops reading after a while, for the same time. Their requests pause; the figures are those of the others."],
+  overload: ["Refusals under overload", "Clients leave if their first token is late, and more arrive than the server can handle. Without it, all are admitted: time is spent on prompts whose clients will leave. With it, requests that would be late are refused at once, by the server's own admission."],
 };
 /** @type {[string, string, number][]} the field, its label, and what it begins with */
 const NUMBERS = [
@@ -292,7 +292,7 @@ export function tour(ask) {
   $("tour-stages").append(...STAGES.map((stage) => itemOf(stage, EXAMPLE, 0)));
   $("tour-send").addEventListener("click", async () => {
     $("tour-send").disabled = true;
-    say("The request is on its way.");
+    say("The request has been sent.");
     const seen = await send().catch((error) => `The connection is lost: ${error.message}`);
     $("tour-send").disabled = false;
     if (typeof seen === "string") return say(seen);

@@ -294,7 +294,7 @@ def test_an_operator_looks_into_the_engine_and_manages_keys_limits_and_budgets_b
         type_into(page, "search", "ACME")
         page.wait("document.getElementById('num-ended').textContent === '5 of 5'")
         type_into(page, "search", "x")
-        page.wait("document.getElementById('ended').innerText.includes('None is like that.')")
+        page.wait("document.getElementById('ended').innerText.includes('No request matches.')")
         page.look_like(390, "dark")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert MARKUP in page.text
