@@ -1,13 +1,13 @@
-"""Admission: bounds on the requests in progress, and how long a request will wait. Thread: loop.
+"""Admission: limits on the requests in progress, and estimates of how long a request will wait. Thread: loop.
 
-Three things are bounded for the whole server and shared by its tenants: requests, bytes of their bodies, and prompt
-tokens that wait for a first token (`SharedRoom`). A request for which there is no room evicts others if its tenant is
-within its share: first requests whose readers have stopped, then the newest of a tenant that holds more than its share.
+Three things are limited for the whole server and shared by its tenants: requests, bytes of their bodies, and prompt
+tokens that wait for a first token (`SharedRoom`). On a full server, a request evicts others if its tenant is within its
+share: first requests whose readers have stopped, then the newest of a tenant that has more than its share.
 
-A request takes a `Place` when its body is complete and keeps it to its end. From its submission to the engine until its
-first token it waits. The scheduler's outlook (core/outlook.py) estimates that wait from the backlog ahead, which is
-counted here by class and tenant: many requests arrive between two reports of the scheduler. A request whose deadline
-cannot be met is refused at once: admitted, it would delay others, be cancelled in the end, and be retried late.
+A request has a `Place` from its complete body to its end. It waits from its submission to the engine until its first
+token. The scheduler's outlook (core/outlook.py) estimates that wait from the backlog ahead, which is counted here by
+class and tenant, because many requests arrive between two reports of the scheduler. A request whose deadline cannot be
+met is refused at once: if admitted, it would delay others, be cancelled in the end, and be retried late.
 """
 
 import math
@@ -47,7 +47,7 @@ class QueueLimits:
 
 
 class Contender(NamedTuple):
-    """What of a request decides its order in the queue (core/queue.py).
+    """The properties of a request that decide its order in the queue (core/queue.py).
 
     Args:
         is_due: it has a deadline for its first token besides the server's.
@@ -65,7 +65,7 @@ class QueueView(NamedTuple):
     Args:
         position: how many requests are ahead, as of now.
         expected_s: until its first token; None: not known yet.
-        loading: what is done to load its model; None: it is loaded.
+        loading: the current stage of loading its model; None: it is loaded.
     """
 
     position: int
@@ -74,24 +74,24 @@ class QueueView(NamedTuple):
 
 
 class Loading(Protocol):
-    """A model that is loaded when it is asked for."""
+    """A model that is loaded on request."""
 
     @property
     def stage(self) -> str: ...
 
     def expected_s(self) -> float | None:
-        """Until it is loaded: 0 if it is; None: not measured yet."""
+        """Seconds until it is loaded: 0 if it is; None: not measured yet."""
 
     def begin(self) -> None:
-        """Load it, though nobody waits for it."""
+        """Load it, even if no request waits for it."""
 
 
 class SharedRoom:
     """A capacity that tenants share.
 
-    A tenant alone may hold all of it, and of a single thing even more. While others hold some, it may hold MAX_SHARE of
-    what they leave, so that a newcomer always finds room: a dynamic threshold, as switches bound the queues in a shared
-    buffer (Choudhury and Hahne, 1998). What one tenant holds above MAX_SHARE is borrowed: it does not count against the
+    A tenant alone may use all of it, and a single request even more. While others use some, it may use MAX_SHARE of
+    what they leave, so that a newcomer always finds space: a dynamic threshold, as switches limit queues in a shared
+    buffer (Choudhury and Hahne, 1998). What a tenant uses above MAX_SHARE is borrowed: it does not count against the
     others, who may evict it.
 
     Args:
@@ -105,7 +105,7 @@ class SharedRoom:
         self.held: dict[str, float] = {}  # by tenant
 
     def take(self, tenant: str, num: float) -> None:
-        """Negative: give back."""
+        """A negative number returns capacity."""
         self.total += num
         held = self.held.get(tenant, 0.0) + num
         if held:
@@ -129,7 +129,7 @@ class SharedRoom:
         return own + num > MAX_SHARE * (self.capacity - others)
 
     def borrower(self) -> str | None:
-        """The tenant that holds more than MAX_SHARE of the capacity."""
+        """The tenant that uses more than MAX_SHARE of the capacity."""
         if self.total <= MAX_SHARE * self.capacity:
             return None
         tenant = max(self.held, key=self.held.__getitem__)
@@ -142,7 +142,7 @@ class _Line:
 
     Args:
         share: the tenant's, as of its latest request.
-        total: their work.
+        total: sum of their work.
         serials: of the prompts, ascending.
     """
 
@@ -161,9 +161,9 @@ class Admission:
         clock: monotonic seconds.
 
     Attributes:
-        num_decoding: choices that have had their first token and go on.
-        margin: what estimates are multiplied by.
-        loading: what its requests wait for, too; None: the model is always there.
+        num_decoding: choices that have had their first token and continue.
+        margin: factor on estimates.
+        loading: the load that its requests also wait for; None: the model is always loaded.
     """
 
     def __init__(self, limits: QueueLimits, stats: Callable[[], EngineStats], clock: Callable[[], float]) -> None:
@@ -201,7 +201,7 @@ class Admission:
     # Room.
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Raise ServiceError (overloaded) if there is no room for one more request of the tenant, with such a body.
+        """Raise ServiceError (overloaded) if one more request of the tenant, with such a body, does not fit.
 
         Args:
             tenant: Caller.sharing_name.
@@ -243,7 +243,7 @@ class Admission:
             victim.evict(self._overloaded(victim.tenant, "is full, and evicted this request for another tenant's"))
 
     def _victims(self, room: SharedRoom, tenant: str, num: float) -> list["Place"]:
-        """The places to evict so that the tenant may take `num` more of a room.
+        """The places to evict so that the tenant may use `num` more of a room.
 
         Raises ServiceError (overloaded): the tenant has its share, or evicting all of them would not be enough.
         """
@@ -285,10 +285,10 @@ class Admission:
         return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)
 
     def _retry_s(self, tenant: str) -> float:
-        """Seconds until a place should be free for this refusal; each gets a time of its own.
+        """Seconds until a place should be free for this refused request; each refusal gets its own time.
 
-        A tenant's times follow one another. Several tenants' run side by side, each at its part of the rate at which
-        places come free: a tenant that is refused often, or retries early, delays only itself.
+        A tenant's times are consecutive. Those of several tenants run in parallel, each at its share of the rate at
+        which places become free: a tenant that is refused often, or retries early, delays only itself.
         """
         now_s = self._clock()
         if now_s > self._refused_s + MOST_RETRY_S:  # the rate of the last rush says nothing about this one
@@ -306,7 +306,7 @@ class Admission:
         return retry_s
 
     def _departure_interval_s(self, now_s: float) -> float:
-        """Between two places that come free: as measured lately, or as answers are expected to end."""
+        """Seconds between two places becoming free: as measured recently, or as answers are expected to end."""
         departures_s, outlook = self._departures_s, self._stats().outlook
         if len(departures_s) > 1 and now_s > departures_s[0]:
             return (now_s - departures_s[0]) / (len(departures_s) - 1)
@@ -322,8 +322,8 @@ class Admission:
         without (core/queue.py).
 
         Args:
-            margin: what the scheduler's estimate is multiplied by; the bound that ageing guarantees is not.
-            waited_part: of its tenant's line, what is ahead of it; a new one has all of it.
+            margin: factor on the scheduler's estimate, but not on the bound that ageing guarantees.
+            waited_part: the part of its tenant's line that is ahead of it; all of it for a new request.
         """
         ahead, same_class, ageing_s = Backlog(), Backlog(), 0.0
         own_lines = [self._lines.get((contender.priority, contender.tenant, due)) for due in (False, True)]
@@ -356,7 +356,7 @@ class Admission:
         """Raise ServiceError (deadline_unattainable) if the first token would come too late.
 
         Args:
-            own: None: one token, the least that any request has: before its body is read.
+            own: its prompt; None: one token, the minimum, because its body is not read yet.
 
         Returns: in how many seconds it is expected; None: not known.
         """
@@ -380,8 +380,8 @@ class Admission:
     def note_wait(self, is_late: bool) -> None:
         """A first token came later than estimated, or not: move the margin so that one in ten is late.
 
-        The estimate does not know who will arrive and go first, what is cached, or how long answers will be, and its
-        error changes with the load: up by nine steps for a late one, down by one for each of the others.
+        The estimate ignores later arrivals that go first, cached prefixes and the length of answers, and its error
+        changes with the load. The margin rises by nine steps for a late token, and falls by one for each of the others.
         """
         step = MARGIN_STEP * (1 - LATE_SHARE) if is_late else -MARGIN_STEP * LATE_SHARE
         self.margin = min(max(self.margin * (1 + step), LEAST_MARGIN), MOST_MARGIN)
@@ -430,8 +430,8 @@ class Place:
     """One request's place, from its complete body to its end: enter, admit, on_first_token, on_choice_end, leave.
 
     Attributes:
-        held: of each room.
-        end: breaks the request off to make room for another; None: it cannot be evicted yet.
+        held: its use of each room.
+        end: ends the request to make space for another; None: it cannot be evicted yet.
         has_begun: its first token has come.
     """
 
@@ -452,7 +452,7 @@ class Place:
         self._num_decoding = 0  # choices that have had their first token and go on
 
     def take(self, room: SharedRoom, num: float) -> None:
-        """Hold so much more of a room; negative: less."""
+        """Use this much more of a room; negative: less."""
         room.take(self.tenant, num)
         self.held[room] = self.held.get(room, 0.0) + num
 
@@ -461,7 +461,7 @@ class Place:
 
         Args:
             requests: one for each of its prompts.
-            ttft_due_s: when its first token must be there; infinite: no deadline.
+            ttft_due_s: when its first token is due; infinite: no deadline.
         """
         admission, first = self._admission, requests[0]
         self._backlogs = [backlog_of(one.num_prompt_tokens, one.num_sequences) for one in requests]
@@ -474,7 +474,7 @@ class Place:
 
     @property
     def position(self) -> int | None:
-        """In its line, of its first prompt; None: it no longer waits."""
+        """Its first prompt's serial number in its line; None: it no longer waits."""
         return self._line.position(self._waiting[0]) if 0 in self._waiting else None
 
     def view(self) -> QueueView | None:
@@ -507,7 +507,7 @@ class Place:
             self._admission.set_paused(self, is_paused)
 
     def evict(self, error: ServiceError) -> None:
-        """Break the request off for another one. What it holds is free at once."""
+        """End the request in favour of another one. Its resources are free at once."""
         assert self.end is not None, "only a request that can be ended is evicted"
         self._release()
         self.end(error)

@@ -105,7 +105,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class ShownKey(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a KeyRecord but the digest, and its state."""
+    """A KeyRecord without the digest, and with its state."""
 
     prefix: str
     tenant: str
@@ -123,7 +123,7 @@ class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def mask_keys(text: str) -> str:
-    """With `***` in place of what looks like a key, except for the prefix that `keys list` shows.
+    """The text with `***` for whatever looks like a key, except for the prefix that `keys list` shows.
 
     A text that hides a key by percent-encoding is returned decoded.
     """
@@ -258,7 +258,7 @@ class Caller:
             see subject_id. Tenant.key_limits apply to it. None: it sent neither.
         digest: of its key.
         subject: of its JWT; empty: it has none.
-        is_background: nobody waits for its answers, whatever class its tenant has.
+        is_background: nobody waits for its answers, so it has the lowest class.
         network: on an open server, the address it came from; of IPv6, the /64.
     """
 
@@ -271,12 +271,12 @@ class Caller:
     is_background: bool = False
 
     def priority_of(self, asked: int | None) -> int:
-        """Request.priority of a request that asks for one, or None."""
+        """Request.priority, from the priority in the request, or None."""
         return LOWEST_CLASS if self.is_background else self.tenant.priority_of(asked)
 
     @property
     def sharing_name(self) -> str:
-        """The name under which it shares the machine with others."""
+        """The name under which it shares capacity with others."""
         return self.tenant.name if self.network is None else f"{self.tenant.name} {self.network}"
 
     def check_scope(self, scope: Scope) -> None:
@@ -328,12 +328,12 @@ class KnownKey:
 
 
 class Stated(NamedTuple):
-    """The callers that an invalid configuration still names. None: unreadable.
+    """The callers that an invalid configuration still names. A field is None if it is unreadable.
 
     Args:
         tenants: names in [[tenants]].
         certificates: their names there.
-        digests: of valid keys, by where they are configured.
+        digests: of valid keys, by the place where they are configured.
     """
 
     tenants: Set[str] | None
@@ -346,7 +346,7 @@ class Directory:
     """All known callers, as one value: a reload replaces it whole.
 
     Args:
-        keys: by SHA-256: the time of a look-up by digest tells nothing about a key.
+        keys: by SHA-256, so that the time of a lookup reveals nothing about a key.
         certificates: by subjectAltName.
         is_open: no credentials are needed.
     """
@@ -364,7 +364,7 @@ class Directory:
         return caller.tenant.name not in self.tenants and caller.tenant != LOCAL
 
     def without(self, stated: Stated) -> "Directory":
-        """Without callers that are no longer stated; itself if all are."""
+        """A directory without callers that are no longer configured; itself if all are."""
         tenants = {name: one for name, one in self.tenants.items() if stated.tenants is None or name in stated.tenants}
         keys: dict[bytes, KnownKey] = {}
         for digest, known in self.keys.items():
@@ -441,14 +441,14 @@ def way_value(text: str) -> str:
 
 
 class IssuerUnavailable(ServiceError):
-    """A JWT cannot be checked now: the issuer's keys are being fetched, or cannot be."""
+    """A JWT cannot be checked now, because the issuer's keys are being fetched or cannot be fetched."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(ErrorKind.UNAVAILABLE, message, "issuer_unavailable", retry_after_s=retry_after_s)
 
 
 def subject_id(subject: str) -> str:
-    """Caller.key_id of a JWT: its subject, or a digest of one that logs could not show as it is."""
+    """Caller.key_id of a JWT: its subject, or a digest of a subject that logs cannot show unchanged."""
     if _PLAIN_SUBJECT.fullmatch(subject):
         return f"sub:{subject}"
     return f"sub:sha256:{sha256(subject.encode(errors='replace')).hexdigest()[:NUM_ID_DIGITS]}" if subject else "sub:"
@@ -458,13 +458,13 @@ class Authenticator:
     """Identifies the caller of each request.
 
     Args:
-        ways: of WAYS, in order: the first that a request uses decides, for or against it. Ways joined by + must be used
-            together, and name one tenant.
+        ways: some of WAYS, in order: the first that a request uses decides. Ways joined by + must be used together,
+            and name one tenant.
         unix_clock: seconds.
 
     Attributes:
         directory: replaced by a reload.
-        verifier: of JWTs; None: none are taken. Likewise.
+        verifier: of JWTs, also replaced by a reload; None: JWTs are refused.
     """
 
     def __init__(self, directory: Directory, unix_clock: Callable[[], float], ways: Sequence[str] = WAYS) -> None:
@@ -494,10 +494,10 @@ class Authenticator:
         raise _refusal(self._what_is_wanted())
 
     def again(self, tenant: str, digest: bytes | None, key_id: str | None, subject: str | None) -> Caller:
-        """The caller of an earlier request, by what is remembered of it.
+        """The caller of an earlier request, from its stored key and tenant.
 
         Raises:
-            ServiceError: its key is no longer valid, or its tenant is not there any more.
+            ServiceError: its key is no longer valid, or its tenant no longer exists.
         """
         if self.directory.is_open:
             return LOCAL_CALLER
@@ -554,7 +554,7 @@ class Authenticator:
         return Caller(tenant, frozenset(COMMON_SCOPES), subject_id(subject), subject=subject)
 
     def _by_certificate(self, certificate: ClientCertificate) -> Caller | None:
-        """None: it names no tenant: the connection alone may need it."""
+        """None: it names no tenant; perhaps only the connection requires it."""
         found = (self.directory.certificates.get(name) for name in certificate.names)
         tenants = {tenant.name: tenant for tenant in found if tenant is not None}
         if len(tenants) > 1:
@@ -565,7 +565,7 @@ class Authenticator:
 
 
 def _joined(callers: Sequence[Caller]) -> Caller:
-    """Several credentials together allow what each of them does."""
+    """Several credentials together allow only what each of them allows."""
     first = callers[0]
     if any(caller.tenant.name != first.tenant.name for caller in callers):
         raise _refusal("The API key and the client certificate belong to different tenants. Send a matching pair.")

@@ -367,7 +367,7 @@ vllm:generation_tokens_total counter metrics.num_generation_tokens | Generated t
 steploop_reasoning_tokens_total counter metrics.num_reasoning_tokens | Generated tokens of reasoning.
 steploop_draft_tokens_total counter stats.draft_tokens[drafter] | Draft tokens verified.
 steploop_accepted_tokens_total counter stats.accepted_tokens[drafter] | Draft tokens accepted.
-steploop_forced_tokens_total counter stats.num_forced_tokens | Generated tokens that were the only ones a grammar allowed.
+steploop_forced_tokens_total counter stats.num_forced_tokens | Generated tokens that a grammar forced.
 vllm:num_preemptions_total counter stats.num_preemptions | Preemptions.
 vllm:prefix_cache_queries_total counter stats.num_cache_queries | Prompt tokens looked up.
 vllm:prefix_cache_hits_total counter stats.num_cache_hits | Prompt tokens found.
