@@ -1,9 +1,9 @@
-"""Quotas: how many requests and tokens each tenant and each of its keys may use, and for how much. Thread: loop.
+"""Quotas: the requests, tokens and money that each tenant and each of its keys may use. Thread: loop.
 
-Tokens are reserved before the work in all pools that bound a request, or in none; topped up while the answer goes on
-(`Allowance`); and settled to what was used. Whole numbers throughout; time is an argument; nothing runs in the
-background. What a day's and a month's pools gave before the process started comes from the ledger. The
-x-ratelimit-* fields of an answer show what is left.
+Tokens are reserved before the work in all pools that limit a request, or in none; topped up while the answer continues
+(`Allowance`); and settled to the actual usage. Whole numbers throughout; time is an argument; nothing runs in the
+background. The ledger has the usage of the day and the month before the process started. The x-ratelimit-* fields of
+an answer show what is left.
 """
 
 import asyncio
@@ -50,11 +50,11 @@ CostMicro = Callable[[str, Usage], int]  # of a model's usage, in millionths of 
 
 
 class Moment(NamedTuple):
-    """Now.
+    """The current time, on two clocks.
 
     Args:
         ns: monotonic.
-        unix_s: tells the day.
+        unix_s: for the calendar day.
     """
 
     ns: int
@@ -62,7 +62,7 @@ class Moment(NamedTuple):
 
 
 class Pool(ABC):
-    """What requests take from and give back to, in parts of 1 / SCALE."""
+    """A limit from which requests take and to which they return, in parts of 1 / SCALE."""
 
     __slots__ = ("_num_reserved", "_taken", "capacity", "name")
     SCALE = 1
@@ -98,7 +98,7 @@ class Pool(ABC):
         self._num_reserved -= num_reserved
 
     def wait_ns(self, num: int, now: Moment) -> int | None:
-        """Until so much is available if nobody else takes any; None: it never will be."""
+        """Time until so much is available if nobody else takes any; None: never."""
         if num > self.capacity:
             return None
         self._advance(now)
@@ -116,7 +116,7 @@ class Pool(ABC):
 
     @abstractmethod
     def _gain_ns(self, missing: int, now: Moment) -> int:
-        """How long until so many parts more are there."""
+        """Time until so many more parts are available."""
 
 
 class Bucket(Pool):
@@ -145,11 +145,11 @@ class Bucket(Pool):
 
 
 class PeriodPool(Pool):
-    """A budget of a calendar day or month, UTC. What is in progress at its end counts in the one where it is settled.
+    """A budget of a calendar day or month, UTC. A request that runs past the end counts where it is settled.
 
     Args:
-        name: of PERIOD_LIMITS; those of money are in millionths of the currency.
-        num_used: of it, by that time.
+        name: one of PERIOD_LIMITS; money is in millionths of the currency.
+        num_used: used until then.
     """
 
     __slots__ = ("_begins_s", "_ends_s", "_is_month", "_others", "_told", "is_money")
@@ -175,7 +175,7 @@ class PeriodPool(Pool):
         return self.num_used(now) / self.capacity
 
     def is_near(self, now: Moment) -> bool:
-        """A part of WARN_AT has been used."""
+        """Whether a share in WARN_AT has been used."""
         return self.is_bounded and self.used_part(now) >= WARN_AT[0]
 
     def ends_s(self, now: Moment) -> int:
@@ -184,7 +184,7 @@ class PeriodPool(Pool):
         return self._ends_s
 
     def news(self, now: Moment) -> float | None:
-        """The part of WARN_AT that its use has reached since it was last asked; None: no other one."""
+        """The share in WARN_AT that its use has reached since the last call; None: no new one."""
         part = self.used_part(now)
         reached = max((one for one in WARN_AT if part >= one), default=0.0)
         told, self._told = self._told, reached
@@ -217,11 +217,11 @@ def period_of(unix_s: int, is_month: bool) -> tuple[int, int]:
 
 
 class Shortage(NamedTuple):
-    """A pool that has less than was asked for.
+    """A pool that has less than requested.
 
     Args:
         wait_ns: until it has; None: it never will.
-        is_least: what was asked for is what any request needs: the body has yet to tell how much this one does.
+        is_least: the requested number is the minimum of any request, because the body is not read yet.
     """
 
     account: "QuotaAccount"
@@ -256,9 +256,9 @@ class QuotaAccount:
         owner: as messages name it.
         num_active: requests in progress.
         num_reserved: their tokens.
-        requests: None: unlimited.
-        periods: what was used of the day and the month, bounded or not.
-        tokens, money: each of these bounds every request.
+        requests: pool of requests; None: unlimited.
+        periods: usage of the day and the month, limited or not.
+        tokens, money: pools; each limits every request.
     """
 
     def __init__(self, owner: str, limits: Limits, now: Moment, periods: tuple[PeriodPool, ...]) -> None:
@@ -294,7 +294,7 @@ class QuotaAccount:
         return not (self.num_active or self.num_reserved) and all(pool.is_untouched(now) for pool in pools)
 
     def warn(self, now: Moment) -> None:
-        """Log each budget of which a part of WARN_AT has been used just now."""
+        """Log each budget whose use has just reached a share in WARN_AT."""
         for pool in self.periods:
             if pool.is_bounded and (part := pool.news(now)) is not None:
                 used, most = pool.shown(pool.num_used(now)), pool.shown(pool.capacity)
@@ -321,10 +321,10 @@ def _resized(old: Bucket | None, name: str, rate: int | None, burst: int | None,
 
 
 class Ticket:
-    """One request and the accounts that bound it: enter, reserve, top_up, settle, leave. Raises only rate_limited.
+    """One request and the accounts that limit it: enter, reserve, top_up, settle, leave. Raises only rate_limited.
 
     Args:
-        clock: read at each step.
+        clock: read at each call.
         cost_micro: what a usage of a model costs, in millionths of the currency.
     """
 
@@ -361,7 +361,7 @@ class Ticket:
         """Count the request, before its body is read; a refused one is not counted.
 
         Args:
-            needs_tokens: it will reserve some.
+            needs_tokens: it will reserve tokens.
         """
         now = self._clock()
         tokens = [(account, pool) for account in self._accounts for pool in account.tokens if needs_tokens]
@@ -378,7 +378,7 @@ class Ticket:
         self._is_in = True
 
     def give_back(self) -> None:
-        """The server had no room for the request: it does not count. To be called once, and before leave."""
+        """The server was too full for the request, so it does not count. To be called once, before leave."""
         if self._is_in:
             now = self._clock()
             for account in self._accounts:
@@ -393,9 +393,9 @@ class Ticket:
                 account.num_active -= 1
 
     def reserve(self, requests: Iterable[Demand], model: str = "") -> None:
-        """Hold the prompts and the first tokens of each sequence; a refused request holds nothing.
+        """Reserve the prompts and the first tokens of each sequence, and the most that they can cost.
 
-        Of money, it holds what they cost at most.
+        A refused request reserves nothing.
         """
         self._price, num_prompt, num_first = partial(self._cost_micro, model), 0, 0
         for one in requests:
@@ -411,11 +411,11 @@ class Ticket:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether any pool bounds its tokens or their price."""
+        """Whether any pool limits its tokens or their price."""
         return any(pools for _, pools in self._held)
 
     def top_up(self, num: int, num_prompt: int = 0) -> Shortage | None:
-        """Hold so many tokens more in all pools; or tell which lacks them longest, and hold no more."""
+        """Reserve so many more tokens in all pools; or none, and return the pool that lacks them longest."""
         has_money = any(pool.is_money for _, pools in self._held for pool in pools)
         now, micro = self._clock(), self._most_micro(num_prompt, num) if has_money else 0
         num += num_prompt
@@ -433,12 +433,12 @@ class Ticket:
         return None
 
     def _most_micro(self, num_prompt: int, num_completion: int) -> int:
-        """What so many tokens cost at most: all of the prompt's may be cached, or none."""
+        """The most that so many tokens can cost: all of the prompt's may be cached, or none."""
         prompts = (Usage(num_prompt, 0, num_cached_tokens=num_cached) for num_cached in (0, num_prompt))
         return max(map(self._price, prompts)) + self._price(Usage(0, num_completion))
 
     def top_up_rest(self, most: int, num_parts: int = 1) -> int:
-        """Hold a part of what is left, rounded up, after a top-up failed. Returns how many tokens it gained."""
+        """Reserve a part of what is left, rounded up, after a top-up failed. Returns the number of tokens."""
         now, price = self._clock(), self._price(Usage(0, MILLION))
         pools = [pool for _, pools in self._held for pool in pools]
         left = min((pool.available(now) for pool in pools if not pool.is_money), default=most)
@@ -448,7 +448,7 @@ class Ticket:
         return num if num > 0 and self.top_up(num) is None else 0
 
     def may_gain(self, within_ns: int) -> bool:
-        """Whether there may be one token more by then: pools refill, or other requests give back."""
+        """Whether there may be one more token by then: pools refill, or other requests return some."""
         now = self._clock()
 
         def refills(pool: Pool) -> bool:
@@ -460,11 +460,11 @@ class Ticket:
         )
 
     def wait_ns(self, shortage: Shortage) -> int | None:
-        """The shortage's, as of now."""
+        """The error for the shortage, as of now."""
         return shortage.pool.wait_ns(shortage.num_wanted, self._clock())
 
     def settle(self, usage: Usage) -> None:
-        """Count what was used in place of what was held. Idempotent."""
+        """Count what was used instead of what was reserved. Idempotent."""
         if not self._held:
             return
         now, num_used, micro_used = self._clock(), self.cost(usage), self._price(usage)
@@ -485,7 +485,7 @@ class Ticket:
         return usage.num_prompt_tokens + usage.num_completion_tokens - discount
 
     def headers(self) -> Headers:
-        """x-ratelimit-*: of requests and of tokens, the pool that has least left now; and x-budget-warning."""
+        """x-ratelimit-*, for requests and tokens, of the pool that has least left; and x-budget-warning."""
         now, found = self._clock(), []
         requests = [account.requests for account in self._accounts if account.requests is not None]
         tokens = [pool for account in self._accounts for pool in account.tokens]
@@ -534,7 +534,7 @@ class Quotas:
     """The accounts of all callers so far, by tenant and key.
 
     Args:
-        used: of the present day and month, before the process started.
+        used: in this day and month, before the process started.
         cost_micro: see Ticket.
     """
 
@@ -589,7 +589,7 @@ class Quotas:
     def apply(self, directory: Directory) -> None:
         """Put the directory's limits in force, for requests in progress too.
 
-        A tenant that is no longer in it keeps its accounts: if it comes back, it has what was left.
+        A removed tenant keeps its accounts: if it comes back, it has what was left.
         """
         now = self._clock()
         for (name, key_id), account in self._accounts.items():
@@ -618,26 +618,26 @@ class Quotas:
 
 
 class Pausable(Protocol):
-    """An answer, as its allowance steers it."""
+    """The methods of an answer that its allowance calls."""
 
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
 
     def end_early(self) -> None:
-        """End all choices that still go on, as if at their max_tokens."""
+        """End all unfinished choices, as if at their max_tokens."""
 
 
 class Allowance:
-    """Reserves the next tokens of an answer's choices while it goes on, and pauses it when none are left.
+    """Reserves the next tokens of an answer's choices while it continues, and pauses it when none are left.
 
-    A choice never says a token that was not reserved. It asks AHEAD_TOKENS before its reserved ones run out, and when
-    they have: what is in flight when the answer is paused still has its place. Where less than a top-up is left, the
-    choices share that. The answer is paused until there is a whole top-up, MAX_WAIT_S at most; then it takes what there
-    is, goes on, and ends when nothing is left. Where nothing can come by then, as of a day's limit, it is not paused.
+    A choice never sends a token that was not reserved. It requests more AHEAD_TOKENS before its reserved ones run out,
+    and when they have, so tokens in flight at a pause are still reserved. If less than a top-up is left, the choices
+    share that. The answer is paused until there is a whole top-up, for MAX_WAIT_S at most; then it takes what is left,
+    continues, and ends when nothing remains. If nothing can come by then, as with a daily limit, it is not paused.
 
     Args:
-        ticket: holds what was reserved for the requests.
+        ticket: has the reservation of the requests.
         requests: in the order of their choices.
     """
 
@@ -659,7 +659,7 @@ class Allowance:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What the answer's last chunk tells, if the quota ended it. To be read once it is settled."""
+        """The message in the answer's last chunk, if the quota ended it. To be read once it is settled."""
         if not self._has_ended or self._shortage is None:
             return {}
         wait_ns = self._ticket.wait_ns(self._shortage)  # what the answer gave back shortens it
@@ -669,7 +669,7 @@ class Allowance:
         return {"steploop": {"ended_by": limit, "message": message, "retry_after_s": retry_after_s}}
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
-        """A choice has come to so many tokens: 0, or its mark or more. Returns its next mark; may pause or end it."""
+        """A choice has so many tokens: 0, or at least its mark. Returns its next mark; may pause or end it."""
         if self._has_ended:
             return NEVER
         mark = self._next_mark(choice)
@@ -762,5 +762,5 @@ class Allowance:
 
 
 def _first_tokens(request: Demand) -> int:
-    """What is reserved of each of its sequences before the first token."""
+    """The tokens that each of its sequences reserves before the first one."""
     return request.max_tokens if request.counts_late else min(request.max_tokens, FIRST_TOKENS)

@@ -32,7 +32,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """None: unlimited.
 
     Args:
-        burst_requests, burst_tokens: that may come at once after a quiet time; None: those of a minute.
+        burst_requests, burst_tokens: the most at once after a quiet time; None: those of a minute.
         tokens_per_day, tokens_per_month: of a calendar day and month, UTC.
         money_per_day, money_per_month: likewise, in the currency of [prices].
     """
@@ -70,8 +70,8 @@ class Deadlines:
 
     Args:
         ttft_s, total_s: from the request's head to the first token, and to the end.
-        inter_token_s: from one token of an answer to the next, less what its reader has kept it waiting.
-        asked: names of those that the request itself asks for.
+        inter_token_s: from one token of an answer to the next, without pauses for a slow reader.
+        asked: names of those that the request itself sets.
     """
 
     ttft_s: float = math.inf
@@ -87,7 +87,7 @@ class Deadlines:
         return Deadlines(**{name: getattr(self, name) if ms is None else ms / 1e3 for name, ms in own.items()})
 
     def narrowed_by(self, asked: "Deadlines") -> "Deadlines":
-        """The shorter of each: its own, and what a request asks for."""
+        """The shorter of each: its own, and the request's."""
         if asked is ANY_TIME:
             return self
         names = ("ttft_s", "inter_token_s", "total_s")
@@ -110,7 +110,7 @@ ANY_TIME = Deadlines()
 
 
 class OwnDeadlineExceeded(ServiceError):
-    """The server was too slow for its operator's deadline, not for one that the client asked for."""
+    """Whether the server missed its operator's deadline, not one that the client set."""
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"tenant_class": "class"}):
@@ -120,11 +120,11 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         limits: of all its requests together.
         key_limits: of each of its keys, besides the tenant's.
         tenant_class: of CLASSES.
-        share: of the machine, relative to the other tenants of its class: 2 gets twice what 1 gets.
+        share: of engine time, relative to the other tenants of its class: 2 gets twice what 1 gets.
         deadlines: of its requests, in place of the server's.
         text_rules: what its prompts and answers must not contain.
         models: that it may use; None: all.
-        context_policy: what is left out of its prompts that do not fit, where a request does not say.
+        context_policy: what is removed from prompts that do not fit, unless a request sets it.
         cache_domain: tenants of one domain share cached prefixes; None: shared with no other tenant.
         cached_token_discount: percent of a cached prompt token that does not count against the limits.
         certificates: names in client certificates that identify this tenant: "DNS:router.example".
@@ -152,7 +152,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             certificate_name(text)
 
     def priority_of(self, asked: int | None) -> int:
-        """Request.priority of a request that asks for one, or None: at most the tenant's class.
+        """Request.priority, from the priority in the request, or None: at most the tenant's class.
 
         Where no tenants are configured, clients choose freely.
         """

@@ -1,9 +1,9 @@
 """The ledger's writer: one thread that owns the database and the spill file. Thread: ledger; at start, main.
 
-It shares no mutable state with the loop: frozen writes come through a queue, one transaction takes all that are
-waiting, and one call_soon_threadsafe tells the outcomes. A settlement is always durable in one of the two files: while
-the database takes no writes (a full disk, another process's lock), settlements go to the spill file and nothing else is
-written. A probe tries the database again, and moves there what was spilled.
+It shares no mutable state with the loop: frozen writes come through a queue, one transaction has all that wait, and one
+call_soon_threadsafe reports the outcomes. A settlement is always durable in one of the two files: while the database
+cannot be written (a full disk, another process's lock), settlements go to the spill file and nothing else is written. A
+probe tries the database again, and then moves the spilled settlements there.
 """
 
 import asyncio
@@ -55,17 +55,17 @@ _decoder = msgspec.msgpack.Decoder(LedgerRow)
 
 
 class Spill:
-    """A file for settlements while the database takes none, allocated in full at start.
+    """A file for settlements while the database cannot be written, allocated in full at start.
 
     Records follow one another, each with its length and CRC-32; a length of 0 or a wrong sum ends them. Replaying one
     twice changes nothing. The file's lock keeps a second server from the ledger.
 
     Args:
-        num_records: that must fit: as many as can be in progress.
+        num_records: capacity: as many as can be in progress.
     """
 
     def __init__(self, path: Path, num_records: int) -> None:
-        """Raises BlockingIOError if another process has it open; OSError if it cannot be made or finds no room."""
+        """Raises BlockingIOError if another process has it open; OSError if it cannot be made or the disk is full."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +101,7 @@ class Spill:
         os.close(self._file)
 
     def _fill_up(self) -> None:
-        """Allocate by writing: room that is only reserved may need more when it is written to."""
+        """Allocate by writing: space that is only reserved may need more when it is written to."""
         missing = self._size_bytes - os.fstat(self._file).st_size
         if missing:
             _write_all(self._file, bytes(missing), self._size_bytes - missing)
@@ -132,7 +132,7 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
 
 
 class Disk(NamedTuple):
-    """Room on a file system, for users other than root."""
+    """Space on a file system, for users other than root."""
 
     free_bytes: int
     size_bytes: int
@@ -143,7 +143,7 @@ class Written(NamedTuple):
 
     Args:
         are_durable: for each of its writes.
-        fault: why the database takes no writes; None: it does.
+        fault: why the database cannot be written; None: it can.
         has_more: there is more to prune.
         disk: the database's, after the batch before.
     """
@@ -195,12 +195,12 @@ class Journal:
         return Written([has_spilled and isinstance(write, Settle | Amend) for write in writes], self._fault)
 
     def _is_still_full(self) -> bool:
-        """A disk that was full has room for a probe's page before it has room for a batch: wait for more."""
+        """A disk that was full has space for a probe's page before it has space for a batch: wait for more."""
         disk = self.disk() if "full" in str(self._fault) else None
         return disk is not None and disk.free_bytes < min(ROOM_AFTER_FULL_BYTES, disk.size_bytes // 16)
 
     def tidy(self) -> None:
-        """Work that may wait until outcomes are told. Never raises."""
+        """Work that may wait until outcomes are reported. Never raises."""
         self._disk = self.disk()
         if self._fault is None:
             self.store.checkpoint()
@@ -241,7 +241,7 @@ class Journal:
 
 
 def open_journal(path: Path, num_records: int, open_database: Connect = connect) -> Journal:
-    """Open a ledger, or make one.
+    """Open a ledger, or create one.
 
     Args:
         num_records: requests that can be in progress at once.
@@ -318,13 +318,13 @@ Item = tuple[Write, Tell]
 
 
 class Writer(Protocol):
-    """Takes writes in order, and tells the outcome of each on the loop. Thread: loop."""
+    """Accepts writes in order, and reports the outcome of each on the loop. Thread: loop."""
 
     def submit(self, write: Write, tell: Tell) -> None:
         """`tell` gets whether the write is durable, and the outcome of its batch."""
 
     def close(self) -> None:
-        """Write what has been submitted, and close the ledger. No outcome is told any more."""
+        """Write what has been submitted, and close the ledger. No more outcomes are reported."""
 
 
 class CommitPace:
@@ -396,7 +396,7 @@ class LedgerThread:
 
 
 def write_batch(journal: Journal, batch: Sequence[Item]) -> Written:
-    """A bug of ours counts as a fault of the ledger: nothing of the batch is durable, and the thread goes on."""
+    """A bug counts as a fault of the ledger: nothing of the batch is durable, and the thread continues."""
     try:
         return journal.write([write for write, _ in batch])
     except Exception as error:

@@ -1,10 +1,10 @@
-"""The loop's side of the ledger: one entry per request, reserved as it begins, settled as it ends. Thread: loop.
+"""The loop's side of the ledger: one entry per request, reserved at its start, settled at its end. Thread: loop.
 
     reserve ── durable ──▶ the answer's first byte        settle ── durable ──▶ its final event
 
 Running requests are checkpointed every five seconds, so that a crash bills what was generated until then. Nothing here
-waits: callbacks tell when a write is durable. While the database takes no writes, no request is let in, and running
-ones settle into the spill file.
+waits: callbacks report when a write is durable. While the database cannot be written, no request is admitted, and
+running ones are settled into the spill file.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class End(NamedTuple):
 
     Args:
         stages_ms: durations of its stages.
-        is_refused: by who was to compute it, before anything was.
+        is_refused: by the backend, before anything was computed.
     """
 
     usage: Usage
@@ -82,7 +82,7 @@ class End(NamedTuple):
 
 
 class EntryState(StrEnum):
-    """What is known of an entry's writes."""
+    """The state of an entry's writes."""
 
     OPEN = "open"  # nothing has been written
     RESERVING = "reserving"
@@ -99,11 +99,11 @@ class Entry:
 
     Args:
         row: as it was reserved.
-        count: what a usage counts against the quotas.
+        count: returns the tokens of a usage that count against quotas.
         progress: returns its usage so far: prompts that are being answered, and tokens of their answers.
         end: how it ended, once it has.
         is_again: see Reserve.
-        compose: makes the response that is kept with its end, if one is.
+        compose: makes the response that is stored with its end, if there is one.
     """
 
     ledger: "Ledger"
@@ -117,7 +117,7 @@ class Entry:
     _on_settled: Callable[[bool], None] = _ignore
 
     def reserve(self, num_tokens: int, progress: Callable[[], Usage], on_reserved: Callable[[bool], None]) -> None:
-        """Write the reservation. Raises ServiceError (unavailable), and writes nothing, if the ledger takes no writes.
+        """Write the reservation. Raises ServiceError (unavailable), and writes nothing, if the ledger has failed.
 
         Args:
             on_reserved: called with whether it is durable.
@@ -174,16 +174,16 @@ class Entry:
         on_settled(is_durable)
 
     def _let_go(self) -> None:
-        """Drop what refers back to the request, so that what it ran with is freed without the garbage collector."""
+        """Drop references back to the request, so that its memory is freed without the garbage collector."""
         self.progress, self.compose, self._on_settled = None, None, _ignore
 
     def running_row(self) -> LedgerRow:
-        """As far as it has come."""
+        """Its row with the usage so far."""
         assert self.progress is not None, "it has been reserved"
         return self._row_with(self.progress())
 
     def last_write(self) -> Settle | Withdraw:
-        """As the server ends: as the request has ended, otherwise aborted where it is."""
+        """Its row when the server ends: settled if the request has ended, otherwise aborted."""
         if self.end is not None:
             return self._write_of(self.end)
         ended = {"finish_reason": RowState.ABORTED, "status": 503, "error_code": SHUTDOWN, "stages_ms": "{}"}
@@ -219,16 +219,16 @@ class Ledger:
     """All entries in progress, and the way to the file.
 
     Args:
-        path: of the file, for those who read it.
+        path: of the file, for readers.
         unix: seconds since 1970.
         keep_s: older rows are deleted; None: none are.
         keep_responses_s: likewise of stored responses; 0: all are.
 
     Attributes:
-        fault: why the database takes no writes; None: it does.
+        fault: why the database cannot be written; None: it can.
         disk: at the last write.
         entries: reserved and not settled.
-        unkept: answers and responses that are not known to be in the database: they are written until they are.
+        unkept: answers and responses not yet confirmed in the database; they are written again until they are.
     """
 
     def __init__(
@@ -264,13 +264,13 @@ class Ledger:
             self._prune()
 
     def check(self) -> None:
-        """Raise ServiceError (unavailable) if requests cannot be written down: they are not served then."""
+        """Raise ServiceError (unavailable) if requests cannot be recorded, and so not served."""
         if self.why_unavailable is not None:
             raise unavailable()
 
     @property
     def why_unavailable(self) -> str | None:
-        """Why no request is let in; None: requests are."""
+        """Why no request is admitted; None: requests are."""
         if self.fault is not None:
             return self.fault
         waited_s = 0.0 if self._pending_since_s is None else self._loop.time() - self._pending_since_s
@@ -278,7 +278,7 @@ class Ledger:
 
     @property
     def commit_age_s(self) -> float:
-        """Since the database last took a write, or was opened."""
+        """Seconds since the database was last written, or opened."""
         return self._loop.time() - self._committed_s
 
     def open(self, row: LedgerRow, count: Callable[[Usage], int], is_again: bool = False) -> Entry:
@@ -306,7 +306,7 @@ class Ledger:
         self.write(Forget(keys))
 
     def close(self) -> None:
-        """End what is still in progress where it is, and close the file. Callbacks are not called any more."""
+        """End the requests that are still in progress, and close the file. Callbacks are no longer called."""
         for timer in self._timers.values():
             timer.cancel()
         if self.fault is not None:
@@ -319,7 +319,7 @@ class Ledger:
         self._writer.close()
 
     def write(self, write: Write, tell: Callable[[bool], None] = _ignore) -> None:
-        """What it keeps is stored now, or when the database takes writes again."""
+        """Store an answer or a response now, or once the database can be written again."""
         kept = write.kept if isinstance(write, Settle) else write if isinstance(write, Kept) else None
         if kept is not None:
             self.unkept[_place_of(kept)] = kept
@@ -405,7 +405,7 @@ class Ledger:
 
 
 def _made_or_none(entry: Entry, make: Callable[[], T]) -> T | None:
-    """None: a bug of ours in one request's progress, which must not keep the others from their rows."""
+    """None: a bug in one request's progress, which must not prevent the others' rows."""
     try:
         return make()
     except Exception:
