@@ -46,7 +46,7 @@ class BlockLabel:
     """The exact content of a full block: blocks with equal labels have equal content.
 
     Args:
-        serial: stands for the block in the keys of those that follow it. Never reused for other content.
+        serial: represents the block in the keys of the next ones. Never reused for other content.
     """
 
     serial: int
@@ -82,7 +82,7 @@ class BlockCopies:
 
     Args:
         offloads: slot -> block to copy out to it.
-        labels: slot -> what is copied out.
+        labels: slot -> content of the block copied out.
         restores: block -> slot to copy back to it.
         used: an ordered set of the slots copied to or looked up, least recently used first.
     """
@@ -107,8 +107,8 @@ class BlockTable:
 
     Args:
         domain: which blocks it may share.
-        num_dropped: leading entries that were given back: they are BlockPool.no_block.
-        dropped: those that others may still find, with their serials.
+        num_dropped: leading entries that were released: they are BlockPool.no_block.
+        dropped: the dropped blocks that others may still find, with their serials.
         num_sent: leading entries that the runner knows.
         num_published: leading entries that other sequences can find.
         num_matched: entries that the last lookup would have found if there were a stored state after them.
@@ -141,14 +141,14 @@ class BlockTable:
         return replaced
 
     def take(self) -> list[int]:
-        """Empty the table and return the blocks that it held."""
+        """Empty the table and return its blocks."""
         held, self.blocks, self.dropped = self.held, [], []
         self.num_sent = self.num_published = self.num_dropped = 0
         return held
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Number of blocks for so many tokens."""
     return -(-num_tokens // block_size)
 
 
@@ -156,7 +156,7 @@ class KeptStates:
     """Stored recurrent states, each of a published block; a new one replaces the least recently used.
 
     Args:
-        num_places: 0: none are kept.
+        num_places: 0: none are stored.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -175,7 +175,7 @@ class KeptStates:
         return block in self._places
 
     def take(self) -> int | None:
-        """A place to write to in the plan that is being made; None: all are to be read in it."""
+        """A place to write to in the current plan; None: the plan reads all of them."""
         if self._free:
             return self._free.pop()
         for place, block in self._blocks.items():
@@ -185,25 +185,25 @@ class KeptStates:
         return None
 
     def give_back(self, place: int) -> None:
-        """A taken place was not written, or nothing can be found in it."""
+        """Free a taken place that was not written, or whose state cannot be found."""
         self._free.append(place)
 
     def keep(self, place: int, block: int) -> None:
-        """A taken place holds the state at the end of this published block, if none does yet."""
+        """Register a taken place as the state at the end of this published block, if it has none yet."""
         if block in self._places:
             self.give_back(place)
         else:
             self._blocks[place], self._places[block] = block, place
 
     def read(self, block: int) -> int:
-        """Protect the state of a block until done(), as a row is going to start from it."""
+        """Protect the state of a block until done(), because a row will start from it."""
         place = self._places[block]
         self._blocks.move_to_end(place)
         self._num_readers[place] += 1
         return place
 
     def done(self, place: int) -> None:
-        """A plan with the row was made, or there will be none. Later plans may write to the place."""
+        """The plan with the row was made, or will not be. Later plans may write to the place."""
         self._num_readers[place] -= 1
         if not self._num_readers[place] and place in self._dropped:
             self._dropped.remove(place)
@@ -224,7 +224,7 @@ class HostBlocks:
     """The host slots, reused least recently used first.
 
     Args:
-        num_slots: one block each; 0: nothing is ever copied.
+        num_slots: one block each; 0: nothing is copied.
         copy_s: seconds per block, either way, as measured at start.
         stored: slots that an earlier process filled, least recently used first.
     """
@@ -259,17 +259,17 @@ class HostBlocks:
         return key in self._slots
 
     def serial_of(self, key: BlockKey) -> int | None:
-        """The serial of a block that lies here or is on its way: publishing the same content again reuses it."""
+        """The serial of a block that is here or being copied: publishing the same content again reuses it."""
         slot = self._slots.get(key, self._coming.get(key))
         label = None if slot is None else self._labels[slot]
         return None if label is None else label.serial
 
     def roots(self) -> list[Root | None]:
-        """Of the blocks that can be found, least recently used first."""
+        """Serials of the blocks that can be found, least recently used first."""
         return [self._roots[slot] for slot in self._slots.values()]
 
     def offload(self, block: int, label: BlockLabel, root: Root | None = None) -> None:
-        """Copy a block out before the next plan writes to it, unless it lies here already or no slot is available."""
+        """Copy a block out before the next plan writes to it, unless it is here already or no slot is available."""
         if label.key in self._slots:
             self._use(label.key)
         elif label.key not in self._coming and (slot := self._take_slot()) is not None:
@@ -293,7 +293,7 @@ class HostBlocks:
         return label.serial
 
     def reuse(self, blocks: Iterable[int]) -> None:
-        """Cancel planned copies back to blocks that are handed out for something else."""
+        """Cancel planned copies back to blocks that are now used for something else."""
         if self._next.restores:
             for block in blocks:
                 if (slot := self._next.restores.pop(block, None)) is not None:
@@ -307,7 +307,7 @@ class HostBlocks:
         return False
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Make these unfindable."""
+        """Remove these from the cache."""
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is None:
@@ -327,12 +327,12 @@ class HostBlocks:
         self.forget([*self._slots, *self._coming])
 
     def take_dropped(self) -> list[int]:
-        """The slots forgotten since the last call. Ask before copying anything to them again."""
+        """The slots forgotten since the last call. Call it before copying anything to them again."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def take_copies(self) -> BlockCopies | None:
-        """The copies of the plan that is being made."""
+        """The copies of the current plan."""
         copies, self._next = self._next, BlockCopies()
         self._in_flight.append(copies)
         return None if copies.is_empty else copies
@@ -340,7 +340,7 @@ class HostBlocks:
     def on_restart(self) -> BlockCopies | None:
         """The last step failed, perhaps before copying. Returns the copies for each part of it that is computed again.
 
-        Its offloads are lost, as their blocks may be overwritten by now. Copying back twice does no harm.
+        Its offloads are lost, because their blocks may be overwritten by now. Copying back twice does no harm.
         """
         failed = self._in_flight[-1]
         self._lose_offloads(failed)
@@ -356,7 +356,7 @@ class HostBlocks:
 
         Args:
             is_computed: some row succeeded. Otherwise the next plan copies back instead.
-            copy_s: what its copies took; 0: unknown.
+            copy_s: duration of its copies; 0: unknown.
         """
         done = self._in_flight.popleft()
         if not (done.offloads or done.restores):
@@ -386,7 +386,7 @@ class HostBlocks:
         failed.labels = {}
 
     def _finish_copy(self, slot: int) -> None:
-        """One copy less from or to a slot, which is free after its last one if nothing can be found in it."""
+        """One copy less from or to a slot; after the last one it is free, unless its block can be found."""
         self._num_copies[slot] -= 1
         if not self._num_copies[slot] and self._labels[slot] is None:
             self._free.append(slot)
@@ -419,7 +419,7 @@ class BlockPool:
         states: None: the model has no recurrent layers.
 
     Attributes:
-        on_change: is told what can be found, or no more.
+        on_change: called with each change of the prefix cache.
     """
 
     def __init__(
@@ -449,7 +449,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, empty or kept."""
+        """Blocks that can be allocated, empty or cached."""
         return len(self._empty) + len(self._kept)
 
     @property
@@ -468,7 +468,7 @@ class BlockPool:
         return self._keys[block] is not None
 
     def is_shared(self, block: int) -> bool:
-        """Whether another holder would see a write to it."""
+        """Whether it has other holders, who would see a write to it."""
         return self._references[block] > 1
 
     def holdings(self) -> tuple[list[int], list[Root | None]]:
@@ -478,7 +478,7 @@ class BlockPool:
     # Who holds which
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference. As many must be free."""
+        """Allocate `count` blocks, each with one reference. That many must be free."""
         assert count <= self.num_free, f"{count} KV blocks asked for, {self.num_free} free"
         blocks = [self._empty.popleft() if self._empty else self._evict() for _ in range(count)]
         for block in blocks:
@@ -487,7 +487,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Seq[int]) -> None:
-        """Add one reference to each of these held or kept blocks."""
+        """Add one reference to each of these held or cached blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._kept, f"block {block} is empty and cannot be shared"
@@ -503,11 +503,11 @@ class BlockPool:
 
     @property
     def no_block(self) -> int:
-        """Stands in tables for what was given back; the runner has zeros there."""
+        """The placeholder in tables for released blocks; the runner has zeros there."""
         return self.num_blocks
 
     def drop(self, table: BlockTable, end: int) -> None:
-        """Release the first blocks of a table, up to this entry: nothing that comes reads them."""
+        """Release the first blocks of a table, up to this entry: no later row reads them."""
         first, table.num_dropped = table.num_dropped, end
         blocks = table.blocks[first:end]
         table.blocks[first:end] = [self.no_block] * len(blocks)
@@ -541,14 +541,14 @@ class BlockPool:
     def extend(self, table: BlockTable, token_ids: Seq[int], num_computed: int = 0) -> int:
         """Continue a table, from its last published block, with as many published blocks as match.
 
-        The last token is left to compute, because its logits are not cached. Blocks of the table's own that a found
-        one replaces are released.
+        The last token must be computed, because its logits are not cached. The table's own blocks that found ones
+        replace are released.
 
         Args:
-            num_computed: of these tokens, which need no kept state.
+            num_computed: of these tokens, which need no stored state.
 
         Returns:
-            How many tokens the table's published blocks hold now.
+            The number of tokens in the table's published blocks.
         """
         size, parent, found = self._block_size, self._parent(table), list[int]()
         limit = (len(token_ids) - 1) // size  # blocks
@@ -577,7 +577,7 @@ class BlockPool:
         """Publish the table's blocks that are full with its first num_tokens. Returns whether all are published now.
 
         It stops at a block whose content is published already: extend() replaces that block by the published one. It
-        also stops behind a forgotten block, through which nothing could be found.
+        also stops after a forgotten block, because no lookup gets past it.
         """
         if not self.has_prefix_cache:
             return True
@@ -592,7 +592,7 @@ class BlockPool:
         return True
 
     def forget(self, blocks: Seq[int]) -> None:
-        """Make these blocks, and what was computed after them, unfindable. Their holders keep them."""
+        """Remove these blocks, and those computed after them, from the cache. Their holders keep them."""
         self._host.forget(key for block in blocks if (key := self._keys[block]) is not None)
         for block in blocks:
             self._unpublish(block)
@@ -666,10 +666,10 @@ class BlockPool:
             self._publish(table, key, self._host.restore(block, key))
 
     def offload_kept(self) -> None:
-        """Copy out the kept blocks, most recently used preferred, when no more steps come.
+        """Copy out the cached blocks after the last step, preferring the most recently used.
 
-        Kept blocks that also lie on the host are marked as used there first: lookups found them on the device, so their
-        slots look old and would be overwritten.
+        Cached blocks that are also on the host are first marked as used there: lookups found them on the device, so
+        their slots look old and would be overwritten.
         """
         kept = list(self._kept)[-self._host.num_slots :] if self._host.num_slots else []
         there = [block for block in kept if (key := self._keys[block]) is not None and self._host.has(key)]

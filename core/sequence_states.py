@@ -1,8 +1,8 @@
-"""Owns all live sequences and moves them between their states, with the slots and blocks they hold. Thread: engine.
+"""Owns all live sequences and their states, slots and blocks. Thread: engine.
 
-Sequences wait, run, fork, are preempted, computed again, and end. They end in one place (finish), and blocks are
-released in one place (give_back). A sequence's blocks are found in the prefix cache, copied back from the host, shared
-with a parent, or new. A sequence that asks for more than are free gets none; the scheduler decides which one gives way.
+Sequences wait, run, fork, are preempted, recomputed, and end. They end in one place (finish), and blocks are released
+in one place (give_back). A sequence's blocks come from the prefix cache, from host copies, from a parent, or are new. A
+sequence that needs more than are free gets none; the scheduler decides which one to preempt.
 """
 
 import heapq
@@ -31,7 +31,7 @@ ANSWER_RATE = 1 / 32  # weight of the newest answer in their mean length
 
 
 class Outbox:
-    """News for the loop, until the next delivery."""
+    """Output for the loop, until the next delivery."""
 
     def __init__(self) -> None:
         self._told: EngineStats | None = None
@@ -68,7 +68,7 @@ class SequenceStates:
     """All live sequences.
 
     Args:
-        num_slots: sequences that can run at once.
+        num_slots: number of sequences that can run at once.
         stored: see HostBlocks.
 
     Attributes:
@@ -79,7 +79,7 @@ class SequenceStates:
         occupants: by slot; free_slots: a heap, because low slots first keep the runner's rows dense.
         unsettled: cancelled, lost or finished while in flight.
         recent: answers, for drafts.
-        suspects: were in a step that raised, and have not sampled since.
+        suspects: sequences of a step that raised, which have not sampled since.
         now_s: when the last plan was made; sequences that begin to wait or run age from then on.
         mean_answer_tokens: of finished sequences.
         kept: recurrent states; None: the model has no recurrent layers.
@@ -136,7 +136,7 @@ class SequenceStates:
         self._start_running(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start a child that has a slot where its parent is, except for the last token, which it computes itself.
+        """Start a child that has a slot at its parent's position, except for the last token, which it computes itself.
 
         They share the parent's blocks; the first to write into a shared one copies it. A full block is never written
         to: where the last token fills one, the child computes that block's tokens again. The child also computes the
@@ -158,9 +158,9 @@ class SequenceStates:
         self._start_running(child)
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sequence that has a slot go on from a sibling's tokens, with its blocks; what it had is given back.
+        """Continue a sequence that has a slot from a sibling's tokens, with its blocks; its own are released.
 
-        Blocks of their prompt that both hold are left as they are: there may be thousands, and this is done each step.
+        Prompt blocks that both have stay as they are: there may be thousands, and this is done each step.
         """
         num_prompt, one, other = child.num_prompt_tokens, child.table, parent.table
         num_kept = min(num_prompt, parent.num_computed_tokens) // self._block_size
@@ -193,7 +193,7 @@ class SequenceStates:
         group.unforked = {}
 
     def gather(self, group: SequenceGroup) -> None:
-        """Let all beams of a group wait together, as one of them must: alone none can go on, and each holds blocks."""
+        """Preempt all beams of a group together if one must wait: none can continue alone, and each has blocks."""
         assert group.search is not None, "it has beams"
         for sequence in group.sequences:
             if sequence.state is SequenceState.RUNNING:
@@ -206,7 +206,7 @@ class SequenceStates:
             self.waiting.add(group.leader, self.now_s)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Take its slot and blocks; it computes all its tokens again when its old place in the queue comes up."""
+        """Take away its slot and blocks; it recomputes all its tokens when its old place in the queue comes up."""
         self._stop_running(sequence)
         self.give_back(sequence)
         sequence.state = SequenceState.WAITING
@@ -220,7 +220,7 @@ class SequenceStates:
             self.waiting.add(sequence, self.now_s)
 
     def _start_running(self, sequence: Sequence) -> None:
-        """It has its slot and blocks: from now on it is charged for them and may be preempted."""
+        """Note that it has its slot and blocks: from now on it is charged for them and may be preempted."""
         sequence.state = SequenceState.RUNNING
         sequence.progress_s = self.now_s
         self.running[sequence] = None
@@ -244,7 +244,7 @@ class SequenceStates:
         stop_logprobs: TokenLogprobs | None = None,
         pooled: bytes = b"",
     ) -> None:
-        """End a sequence and release all it holds; a request's last one brings the terminal chunk. Idempotent.
+        """End a sequence and release its resources; a request's last one sends the terminal chunk. Idempotent.
 
         A sequence in flight keeps its slot and blocks until its step comes back.
         """
@@ -327,7 +327,7 @@ class SequenceStates:
     # What is lost, and what is in flight
 
     def forget(self, sequence: Sequence) -> None:
-        """Make everything it has computed unusable, for itself too: chunks before the failed one may be wrong."""
+        """Discard everything it has computed, for itself too: chunks before the failed one may be wrong."""
         self.pool.forget_table(sequence.table)
         sequence.num_computed_tokens = 0  # a sibling that takes over starts from nothing
         sequence.plain_end = 0
@@ -342,7 +342,7 @@ class SequenceStates:
             self.requeue(sequence)
 
     def settle(self) -> None:
-        """After a step: finish what was cancelled meanwhile, and release what no step in flight needs any more."""
+        """After a step: finish what was cancelled meanwhile, and release what no step in flight still needs."""
         for sequence in list(self.unsettled):
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
@@ -363,7 +363,7 @@ class SequenceStates:
     def take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
         """Give a waiting sequence the blocks that are cached and new ones for the rest, or nothing and return False.
 
-        What lies on the host is copied into the first new ones, where that is cheaper than computing it.
+        Blocks on the host are copied into the first new ones, if that is cheaper than recomputing them.
 
         Args:
             num_reserved: free blocks to leave for running sequences.
@@ -401,7 +401,7 @@ class SequenceStates:
         )
 
     def skip_cached(self, sequence: Sequence) -> int:
-        """Advance it past what other sequences have published by now. Returns its first position to compute."""
+        """Advance it past blocks that others have published meanwhile. Returns its first position to compute."""
         table, num_computed = sequence.table, sequence.num_computed_tokens
         num_cached_tokens = self.pool.extend(table, self._cacheable(sequence), num_computed)
         if self.kept is not None and num_cached_tokens > num_computed:
@@ -485,7 +485,7 @@ class SequenceStates:
             builder.resend(sequence, first, end)
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back the blocks behind that of its next token: drafts in them were wrong."""
+        """Release the blocks after that of its next token: their drafts were rejected."""
         table = sequence.table
         num_needed = num_blocks_for(sequence.num_computed_tokens + 1, self._block_size)
         if len(table.blocks) > num_needed:
@@ -512,5 +512,5 @@ class SequenceStates:
 
 
 def domain_of(request: Request) -> Hashable:
-    """Whose recent answers it may see."""
+    """The domain whose recent answers it may use as drafts."""
     return request.tenant, request.cache_root

@@ -53,7 +53,7 @@ class StepWork:
     tile: int = PROMPT_TILE
 
     def add(self, start: int, end: int, num_prompt_tokens: int) -> None:
-        """A row that computes positions `start` to `end` - 1 of a sequence with so long a prompt."""
+        """A row that computes positions `start` to `end` - 1 of a sequence, given the length of its prompt."""
         border = min(max(start, num_prompt_tokens), end)
         if start < border:
             first, last = start // self.tile, (border - 1) // self.tile
@@ -65,19 +65,19 @@ class StepWork:
 
 
 class StepCostModel:
-    """seconds = fixed + a x tokens beyond the few + b x KV tokens prompts read + c x own tokens + d x KV these read.
+    """seconds = fixed + a x tokens beyond few + b x KV read by prompts + c x own tokens + d x KV that these read.
 
-    The first few tokens are multiplied in the time that reading the weights takes anyway; each further one takes its
-    own time (the roofline). So a growing batch is predicted before a step of its size was measured.
+    The first few tokens cost no more than reading the weights; each further one adds its own time (the roofline). So a
+    growing batch is predicted before a step of its size was measured.
 
     No coefficient is negative. The fit minimises squared relative errors over the last steps of each kind. A step that
-    was held up (by another process, by a compilation) counts less; one that was faster than predicted counts fully.
+    was delayed (by another process, by a compilation) counts less; one that was faster than predicted counts fully.
 
-    Noting a step takes a few microseconds. The fit is solved anew when a kind's new notes are an eighth of its steps,
-    after SOLVE_EVERY of them at the latest, and at once after a step that was far off, as the next ones will resemble
-    it. So the first steps and those after a change count at once, and later ones cost next to nothing. The solver is a
-    descent rather than a closed form: with one stream, the fixed part and that of its one token cannot be told apart,
-    and a descent keeps what it has.
+    Recording a step takes a few microseconds. The fit is updated when the new steps of a kind are an eighth of all its
+    steps, after SOLVE_EVERY of them at the latest, and at once after a step that was far off, because the next ones
+    will resemble it. So the first steps and those after a change count at once, and later ones cost next to nothing.
+    The solver is a descent, not a closed form: with one stream, the fixed part and that of its one token cannot be
+    separated, and a descent keeps its previous values.
 
     Args:
         prompt_tile, few_tokens: see RunnerLimits.
@@ -85,8 +85,8 @@ class StepCostModel:
     Attributes:
         fit: the coefficients, in the order above.
         is_ready: enough steps of both kinds were measured to predict one.
-        error_p50, error_p90: of the last steps: |predicted - measured| / measured.
-        late_p90: nine of ten of the last steps exceeded their prediction by at most this share; at most MOST_LATE.
+        error_p50, error_p90: of recent steps: |predicted - measured| / measured.
+        late_p90: nine of ten recent steps exceeded their prediction by at most this share; at most MOST_LATE.
         coefficients_s: a linear form for charges and estimates: fixed, per prompt token, per KV token that prompts
             read, per own token (with its part of the tokens beyond the few, at the last batch size), per KV token it
             reads.
@@ -110,10 +110,10 @@ class StepCostModel:
 
     @property
     def wants_bare_decode(self) -> bool:
-        """Whether the next step should leave prompts out, so that the model is ready soon.
+        """Whether the next step should leave out prompts, so that the model is ready soon.
 
-        Under a rush there may be no such step for minutes, and full steps do not tell what decodes alone cost. Never
-        two in a row, and LEAST_STEPS in all: no prompt starves.
+        Under load there may be no such step for minutes, and mixed steps do not show the cost of decodes alone. Never
+        two in a row, and LEAST_STEPS in all, so that no prompt starves.
         """
         return self._has_prompt and self._with_prompts.num_steps > 0 and self._without.num_steps < LEAST_STEPS
 
