@@ -188,7 +188,8 @@ class RecurrentConfig:
         num_heads, num_key_heads, key_dim, value_dim: of linear attention and state spaces; several heads may share a
             key head (Mamba-2: a group).
         has_bias, has_convolution_bias: of its matrices, and of the convolution.
-        is_grouped: the checkpoint stores linear attention's matrices by key head.
+        is_grouped, is_split: the checkpoint stores linear attention's matrices by key head; strengths and steps alone.
+        is_tiled: heads that share a key head lie as far apart as there are key heads; False: side by side.
         has_norm, is_normed_first: of state spaces: what the heads of a group have read is normed, after the gate or
             before it.
         eps: of the norm.
@@ -206,6 +207,8 @@ class RecurrentConfig:
     has_bias: bool = False
     has_convolution_bias: bool = False
     is_grouped: bool = False
+    is_split: bool = False
+    is_tiled: bool = False
     has_norm: bool = True
     is_normed_first: bool = False
     eps: float = 1e-6

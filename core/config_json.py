@@ -337,9 +337,8 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
 def _scales(config: Mapping[str, Any], family: Family, latent: LatentConfig | None) -> dict[str, Any]:
     """Factors and caps of Granite, Falcon-H1, Gemma and DeepSeek; other families have none of these fields."""
     if latent is not None:
-        return {
-            "attention_scale": (latent.plain_dim + latent.rope_dim) ** -0.5 * _yarn_growth(_rope_fields(config)) ** 2
-        }
+        growth = _yarn_growth(_rope_fields(config))
+        return {"attention_scale": (latent.plain_dim + latent.rope_dim) ** -0.5 * growth**2}
     if family.has_factors:
         return {
             "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),

@@ -343,6 +343,7 @@ def parse_recurrence(config: Mapping[str, Any], family: Family, has_bias: bool) 
         key_dim,
         value_dim,
         is_grouped=family.model_type == "qwen3_next",
+        is_tiled=read_bool(config, "linear_value_heads_tiled"),
         eps=positive_float(config, "rms_norm_eps", 1e-6),
     )
 

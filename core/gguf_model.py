@@ -6,11 +6,12 @@ and src/models/*.cpp (what it computes where a file is silent).
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.config_fields import Family
+from core.config_layers import LAYER_TYPES
 from core.errors import BadCheckpoint, UnsupportedModel
 from core.families import FAMILIES
 from core.gguf import GgufFile, GgufTensor
@@ -42,41 +43,35 @@ _NAMES = {
 # Of several matrices, one after the other
 _STACKED_NAMES = {"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"}
 # Of a layer that predicts later tokens, beside what every layer has
-_DRAFT_PARTS = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
+_DRAFT_PARTS = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
+_QWEN_PARTS = zip(_DRAFT_PARTS, ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), strict=False)
+_QWEN_DRAFTS = tuple((f"mtp.layers.0.{one}.", f"mtp.{own}.") for one, own in _QWEN_PARTS)
 _DRAFT_NAMES = {f"nextn.{name.replace('.', '_')}.weight": f"{name}.weight" for name in _DRAFT_PARTS}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # config.json field -> metadata key, after the architecture's name: required ones, and optional ones
 _NEEDED = {
     "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 _OPTIONAL = {
     "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rope_theta": "rope.freq_base",
     "factor": "rope.scaling.factor",
     "partial_rotary_factor": "rope.dimension_count",
 }
-_SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
+_SAMPLING = {"general.sampling.temp": "temperature", "general.sampling.penalty_repeat": "repetition_penalty"}
+_SAMPLING |= {f"general.sampling.{name}": name for name in ("top_p", "top_k", "min_p")}
 
 
 _ATTENTION = {
     "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
     "attn_output": "self_attn.o_proj",
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
@@ -84,20 +79,20 @@ _LLAMA = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
 _NORMED_AFTER = {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_ATTENTION, **_MLP, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
-_SPACE = {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
-}
+_SSM = {"ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+_SPACE = {name: f"mamba.{own}" for name, own in {"ssm_in": "in_proj", **_SSM}.items()}
+_TAKEN = {"attn_qkv": "qkv", "attn_gate": "z", "ssm_alpha": "a", "ssm_beta": "b", "ssm_ba": "ba", "ssm_in": "qkvz"}
 _SPACE_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
-_SPACE_FIELDS = {
-    "mamba_n_heads": "ssm.time_step_rank",
-    "mamba_n_groups": "ssm.group_count",
-    "mamba_d_state": "ssm.state_size",
-    "mamba_d_conv": "ssm.conv_kernel",
-    "mamba_d_ssm": "ssm.inner_size",
+# Of state spaces and of delta nets
+_SSM_FIELDS = {
+    "ssm.time_step_rank": ("mamba_n_heads", "linear_num_value_heads"),
+    "ssm.group_count": ("mamba_n_groups", "linear_num_key_heads"),
+    "ssm.state_size": ("mamba_d_state", "linear_key_head_dim"),
+    "ssm.conv_kernel": ("mamba_d_conv", "linear_conv_kernel_dim"),
 }
+_SPACE_FIELDS = {"mamba_d_ssm": "ssm.inner_size", **{name: key for key, (name, _) in _SSM_FIELDS.items()}}
+_DELTA_FIELDS = {"full_attention_interval": "full_attention_interval"}
+_DELTA_FIELDS |= {name: key for key, (_, name) in _SSM_FIELDS.items()}
 _CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _WINDOW_FIELDS = {
@@ -211,9 +206,22 @@ _LFM2 = GgufFamily(
 
 _ROUTED = {**_LLAMA, "ffn_gate_inp": "mlp.gate"}
 _ONE_SHARED = _ROUTED | {name: own.replace("experts", "expert") for name, own in _SHARED_EXPERT.items()}
-_QWEN3_MOE = GgufFamily(
-    "qwen3_moe", _ROUTED, expert_names=_EXPERTS, fields=_EXPERT_FIELDS, constants={"norm_topk_prob": True}
+_GATED_SHARED = {**_ONE_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_GATED_FIELDS = {**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_TILED = {"linear_value_heads_tiled": True}  # no field of config.json's: so llama.cpp orders them
+_QWEN_DELTA = GgufFamily(
+    "",
+    {
+        **_GATED_SHARED,
+        **_NORMED_AFTER,
+        **{name: f"linear_attn.in_proj_{own}" for name, own in _TAKEN.items()},
+        **{name: f"linear_attn.{own}" for name, own in _SSM.items()},
+    },
+    {name: own.replace("mamba", "linear_attn") for name, own in _SPACE_WHOLE.items()},
+    _EXPERTS,
+    fields={**_GATED_FIELDS, **_DELTA_FIELDS},
 )
+_QWEN3_MOE = GgufFamily("qwen3_moe", _ROUTED, {}, _EXPERTS, fields=_EXPERT_FIELDS, constants={"norm_topk_prob": True})
 _DEEPSEEK2 = GgufFamily(
     "deepseek_v2",
     {
@@ -255,12 +263,7 @@ GGUF_FAMILIES = {
             "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
     ),
-    "qwen2moe": GgufFamily(
-        "qwen2_moe",
-        {**_ONE_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
-        expert_names=_EXPERTS,
-        fields={**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
-    ),
+    "qwen2moe": GgufFamily("qwen2_moe", _GATED_SHARED, expert_names=_EXPERTS, fields=_GATED_FIELDS),
     "seed_oss": GgufFamily("seed_oss", _NORMED_AFTER),
     "glm4moe": GgufFamily(
         "glm4_moe",
@@ -269,6 +272,9 @@ GGUF_FAMILIES = {
         _EXPERTS,
         fields=_ROUTED_FIELDS,
     ),
+    "qwen3next": replace(_QWEN_DELTA, model_type="qwen3_next"),
+    "qwen35": replace(_QWEN_DELTA, model_type="qwen3_5_text", fields=_DELTA_FIELDS, constants=_TILED),
+    "qwen35moe": replace(_QWEN_DELTA, model_type="qwen3_5_moe_text", constants=_TILED),
     "glm4": GgufFamily(
         "glm4",
         {
@@ -368,9 +374,8 @@ GGUF_FAMILIES = {
         {
             **_LAYER_INPUTS,
             "ffn_gate_inp": "router.proj",
+            **{f"post_ffw_norm_{number}": f"post_feedforward_layernorm_{number}" for number in (1, 2)},
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-            "post_ffw_norm_1": "post_feedforward_layernorm_1",
-            "post_ffw_norm_2": "post_feedforward_layernorm_2",
         },
         {
             "layer_output_scale.weight": "layer_scalar",
@@ -445,6 +450,8 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
         if name == ROPE_FACTORS:
             continue
         stack, layer = _STACKED_NAMES.get(name.removesuffix(".weight")), f"model.layers.{index}"
+        if index in drafts and family.family.recurrence == "linear_attention":
+            layer = f"mtp.layers.{sorted(drafts, key=int).index(index)}"
         named = {_NAMES.get(name, name): tensor}
         if within in family.whole_names:
             named = {f"{layer}.{family.whole_names[within]}": tensor}
@@ -462,7 +469,7 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
 
 
 def _own_name(name: str, family: Family) -> str:
-    for usual, own in family.renamed:
+    for usual, own in family.renamed + _QWEN_DRAFTS:
         name = name.replace(usual, own)
     return name
 
@@ -477,9 +484,8 @@ def _matrices(tensor: GgufTensor) -> list[GgufTensor]:
 def _shape(name: str, shape: tuple[int, ...], family: GgufFamily) -> tuple[int, ...]:
     """What Hugging Face's tensor has; a file leaves out dimensions of 1, or has more of them."""
     kind = (*name.split("."), "", "", "")[2]
-    if kind == "ffn_gate_inp_shexp" and len(shape) == 1:
-        return 1, *shape
-    if kind == "exp_probs_b" and family.model_type == "ernie4_5_moe":
+    is_ernies = kind == "exp_probs_b" and family.model_type == "ernie4_5_moe"
+    if is_ernies or (kind == "ffn_gate_inp_shexp" and len(shape) == 1):
         return 1, *shape
     if (kind == "ssm_conv1d" or name.endswith(".shortconv.conv.weight")) and len(shape) == 2:
         return shape[0], 1, shape[1]
@@ -526,7 +532,8 @@ def is_decay(name: str, metadata: Mapping[str, Any]) -> bool:
 def is_norm_shifted(name: str, metadata: Mapping[str, Any]) -> bool:
     """Whether the tensor is a norm of offsets from 1, which GGUF stores with 1 added. name: Hugging Face's."""
     family = find_family(metadata)
-    return family is not None and family.family.has_norm_offset and name.endswith("norm.weight")
+    is_norm = "norm" in name.rpartition(".")[0].rpartition(".")[2] and not name.endswith("linear_attn.norm.weight")
+    return family is not None and family.family.has_norm_offset and is_norm
 
 
 def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[str, Any]:
@@ -548,6 +555,7 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "model_type": family.model_type,
         "vocab_size": _vocab_size(file),
         **{name: _common(_need(fields, key)) for name, key in _NEEDED.items()},
+        "intermediate_size": _common(fields.get("feed_forward_length")),
         "num_hidden_layers": _num_layers(file, fields) - num_draft_layers,
         "num_nextn_predict_layers": num_draft_layers,
         "num_key_value_heads": _common(fields.get("attention.head_count_kv", fields["attention.head_count"])),
@@ -565,12 +573,11 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
     return {own.get(name, name): value for name, value in config.items() if value is not None}
 
 
-def _head_dim(fields: Mapping[str, Any], family: GgufFamily) -> int | None:
+def _head_dim(fields: Mapping[str, Any], family: GgufFamily) -> Any:
     """Phi-3 and GLM rotate a part of a head, and their files may leave out a head's size."""
     if family.family.has_partial_rope and "attention.key_length" not in fields:
         return _count(fields, "embedding_length") // _count(fields, "attention.head_count")
-    found: int | None = fields.get("attention.key_length", fields.get("rope.dimension_count"))
-    return found
+    return fields.get("attention.key_length", fields.get("rope.dimension_count"))
 
 
 def _family_fields(
@@ -580,15 +587,13 @@ def _family_fields(
     num_layers = fields["block_count"]
     found: dict[str, Any] = {}
     if family.whole_width_layers is not None:
-        found["query_pre_attn_scalar"] = head_dim
-    if family.whole_width_layers == num_layers:
         per_head = _count(fields, "embedding_length") // _count(fields, "attention.head_count")
-        found["query_pre_attn_scalar"] = per_head
+        found["query_pre_attn_scalar"] = per_head if family.whole_width_layers == num_layers else head_dim
     if family.model_type == "gemma3_text" and not fields.get("attention.sliding_window"):
         found |= {"sliding_window": None, "sliding_window_pattern": 1}  # every layer sees all
-    windowed = fields.get("attention.sliding_window_pattern")
-    if family is OLMO3 and isinstance(windowed, list):
-        found |= {"sliding_window_pattern": None, "layer_types": _window_types(windowed, num_layers)}
+    pattern = "attention.sliding_window_pattern"
+    if family is OLMO3 and isinstance(fields.get(pattern), list):
+        found |= {"sliding_window_pattern": None, "layer_types": _layer_types(fields, pattern)}
     if family.model_type == "phi3":
         found["sliding_window"] = fields.get("attention.sliding_window") or None
     if family.family.has_partial_rope:
@@ -599,11 +604,13 @@ def _family_fields(
         found[family.family.qk_norm_field] = _count(fields, "expert_count") != 128
     if family.family.recurrence == "mamba":
         found |= _space_fields(file, family, fields)
+    if family.family.recurrence == "linear_attention":
+        found["linear_value_head_dim"] = _count(fields, "ssm.inner_size") // _count(fields, "ssm.time_step_rank")
+        if "attention.recurrent_layers" in fields:  # with those that predict later tokens
+            kinds = _layer_types(fields, "attention.recurrent_layers", ("full_attention", "linear_attention"))
+            found["layer_types"] = kinds[: num_layers - len(_draft_layers(file.metadata))]
     if family.family.recurrence == "conv":
-        heads = fields.get("attention.head_count_kv")
-        if not isinstance(heads, list) or len(heads) != num_layers:
-            raise _bad(f"attention.head_count_kv is {heads!r}, not of {num_layers} layers")
-        found["layer_types"] = ["full_attention" if count else "conv" for count in heads]
+        found["layer_types"] = _layer_types(fields, "attention.head_count_kv", ("conv", "full_attention"))
     if family.family.has_layer_inputs:
         found |= _layer_input_fields(file, family, fields)
     if family.family.has_latent:  # heads' sizes are plain lengths in files from before April 2025
@@ -613,7 +620,7 @@ def _family_fields(
         found |= {**own, "n_routed_experts": _count(fields, "expert_count")}
     biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down", "recurrence": "shortconv.conv"}
     for name, parts in family.family.biases.items():
-        if name:
+        if name and parts:
             found[name] = f"blk.0.{biased[parts[-1]]}.bias" in file.tensors
     return found
 
@@ -628,12 +635,12 @@ def _space_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str, Any])
             raise _bad(f"{name} has {len(value)} numbers for {num_layers} layers")
         return value[:num_own] if isinstance(value, list) else [value] * num_own
 
-    ends = {kind: f".{kind}.bias" for kind in ("ssm_in", "ssm_conv1d")}
-    has_bias = {kind: any(name.endswith(end) for name in file.tensors) for kind, end in ends.items()}
-    found: dict[str, Any] = {"mamba_proj_bias": has_bias["ssm_in"], "mamba_conv_bias": has_bias["ssm_conv1d"]}
+    ends = {"proj_bias": ".ssm_in.bias", "conv_bias": ".ssm_conv1d.bias", "rms_norm": ".ssm_norm.weight"}
+    there = {own: any(name.endswith(end) for name in file.tensors) for own, end in ends.items()}
+    found: dict[str, Any] = {f"mamba_{own}": is_there for own, is_there in there.items()}
     found["mamba_d_head"] = _count(fields, "ssm.inner_size") // _count(fields, "ssm.time_step_rank")
     if family.family.has_parallel_mixers:
-        return {**found, "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in file.tensors)}
+        return found
     attending, mlps = of_layers("attention.head_count_kv"), of_layers("feed_forward_length")
     if family.family.is_of_blocks:
         mlp = "moe" if fields.get("expert_count") else "mlp"
@@ -653,8 +660,8 @@ def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str,
     if embedding is not None:
         found["hidden_size_per_layer_input"] = _count(fields, "embedding_length_per_layer_input")
         found["vocab_size_per_layer_input"] = embedding.shape[0]
-    windowed: Any = fields.get("attention.sliding_window_pattern")
-    found["layer_types"] = _window_types(windowed, num_layers)
+    found["layer_types"] = _layer_types(fields, "attention.sliding_window_pattern")
+    windowed = fields["attention.sliding_window_pattern"]
     if family.family.has_streams:
         left, scales = file.tensors.get("blk.0.laurel_l.weight"), fields.get("activation_sparsity_scale")
         found["laurel_rank"] = 0 if left is None else left.shape[0]
@@ -676,10 +683,11 @@ def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str,
     return {**found, "attention_k_eq_v": bool(lacks), "enable_moe_block": bool(fields.get("expert_count"))}
 
 
-def _window_types(windowed: Any, num_layers: int) -> list[str]:
-    if not isinstance(windowed, list) or len(windowed) != num_layers:
-        raise _bad(f"attention.sliding_window_pattern is {windowed!r}, not of {num_layers} layers")
-    return [("full_attention", "sliding_attention")[bool(one)] for one in windowed]
+def _layer_types(fields: Mapping[str, Any], name: str, kinds: Sequence[str] = LAYER_TYPES) -> list[str]:
+    listed, num_layers = fields.get(name), fields["block_count"]
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        raise _bad(f"{name} is {listed!r}, not of {num_layers} layers")
+    return [kinds[bool(one)] for one in listed]
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -562,12 +562,7 @@ class _ReplayScheduler(Scheduler):
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        free: Mapping[str, int],
-        preempts: bool,
-        pace_at: Callable[[float], Pace],
-        **named: Any,
+        self, *arguments: Any, free: Mapping[str, int], preempts: bool, pace_at: Callable[[float], Pace], **named: Any
     ) -> None:
         super().__init__(*arguments, **named)
         self._free, self._preempts, self._pace_at = free, preempts, pace_at

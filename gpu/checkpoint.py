@@ -355,7 +355,7 @@ class TensorSource:
         """A GGUF file's quantised matrix, its rows in the target's order, packed."""
         header = self.checkpoint.tensors[name]
         stored: Tensor = self._reader(header.file).get_blocks(name)
-        if target.head_dim is not None:
+        if target.head_dim is not None or target.arrange is not None:
             into = torch.empty_like(stored)
             replace(target, into=into).fill(stored)
             stored = into

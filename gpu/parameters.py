@@ -89,7 +89,8 @@ class Target:
         stored_shape: the checkpoint's tensor; None: the shape of `into`.
         is_packed: stored as bytes, not as floats.
         is_scale: multiplies what another tensor has written, so it is read last.
-        arrange: gives all rows as they are here from those of the checkpoint; None: they are the same.
+        arrange: gives all rows in the order of here from those of the checkpoint; None: it is the same.
+        factor: of all numbers, or [rows, 1]; None: 1.
         matrix: which matrix (see matrices) the rows belong to; None: none, or a bias.
     """
 
@@ -103,6 +104,7 @@ class Target:
     is_packed: bool = False
     is_scale: bool = False
     arrange: Callable[[Tensor], Tensor] | None = None
+    factor: float | Tensor | None = None
     matrix: str | None = None
 
     @property
@@ -111,8 +113,8 @@ class Target:
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether rows have the numbers of the checkpoint's, if in another order within heads."""
-        return self.write is None and self.arrange is None
+        """Whether rows have the numbers of the checkpoint's, if in another order."""
+        return self.write is None and self.factor is None
 
     def fill(self, tensor: Tensor) -> None:
         """tensor: of the shape above, in any float format, or bytes."""
@@ -133,6 +135,8 @@ class Target:
             self.into.add_(self.offset)
         if self.arrange is not None:
             self.into.copy_(self.arrange(self.into))
+        if self.factor is not None:
+            self.into.mul_(self.factor if isinstance(self.factor, float) else self.factor.to(self.into.device))
         if self.head_dim is not None:
             rows = self.into[: self.num_reordered]
             rows.copy_(interleave_halves(rows, self.head_dim, self.rotary_dim))
@@ -553,13 +557,9 @@ def _keys_and_values(found: Allocation, latent: LatentConfig) -> Tensor:
 
 
 def _multiply(targets: Targets, name: str, factor: float | Tensor) -> None:
-    """Have what a tensor fills be multiplied once it is read. factor: of all numbers, or [rows, 1]."""
+    """Have what a tensor fills be multiplied once it is read."""
     if name in targets:
-        targets[name] = replace(targets[name], arrange=partial(_scaled, factor=factor))
-
-
-def _scaled(rows: Tensor, factor: float | Tensor) -> Tensor:
-    return rows * (factor if isinstance(factor, float) else factor.to(rows.device))
+        targets[name] = replace(targets[name], factor=factor)
 
 
 def _short_convolution(layer: LayerWeights, found: Allocation, own: RecurrentConfig) -> None:
@@ -584,12 +584,13 @@ def _delta_net(layer: LayerWeights, found: Allocation, own: RecurrentConfig) -> 
     qkv, gate, strength, step = (f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
     sizes = {qkv: own.channels, gate: own.output_size, strength: own.num_heads, step: own.num_heads}
     if own.is_grouped:
-        sizes = {f"{qkv}z": own.channels + own.output_size, f"{strength}a": 2 * own.num_heads}
+        sizes = {qkv: sizes[qkv], gate: sizes[gate]} if own.is_split else {f"{qkv}z": own.channels + own.output_size}
+        sizes[f"{strength}a"] = 2 * own.num_heads
     layer.taken = found.parts(sizes, "weight", hidden, matrix="taken")
-    if own.is_grouped:
-        per_key = own.num_heads // own.num_key_heads
-        of_keys = [own.key_dim, own.key_dim, per_key * own.value_dim, per_key * own.value_dim], [per_key, per_key]
-        for name, of_key in zip(sizes, of_keys, strict=True):
+    per_key = own.num_heads // own.num_key_heads
+    values = per_key * own.value_dim
+    for name, of_key in ((f"{qkv}z", [own.key_dim] * 2 + [values] * 2), (f"{strength}a", [per_key] * 2)):
+        if name in sizes:
             arrange = partial(parts_first, num_groups=own.num_key_heads, sizes=of_key)
             found.targets[f"{name}.weight"] = replace(found.targets[f"{name}.weight"], arrange=arrange)
     layer.given = found.whole("linear_attn.out_proj.weight", hidden, own.output_size, matrix="given")

@@ -267,8 +267,8 @@ class _Scan:
     def _by_head(self, x: Tensor) -> Tensor:
         """[tokens, key heads * key_dim] to [tokens, heads, key_dim], each key head for all that share it."""
         own = self._config
-        shared = own.num_heads // own.num_key_heads
-        return x.reshape(len(x), own.num_key_heads, own.key_dim).repeat_interleave(shared, 1)
+        shared, keys = own.num_heads // own.num_key_heads, x.reshape(len(x), own.num_key_heads, own.key_dim)
+        return keys.repeat(1, shared, 1) if own.is_tiled else keys.repeat_interleave(shared, 1)
 
     def _scan(self, tokens: "Tokens", run: Run, memory: Tensor) -> Tensor:
         """A prompt's tokens in blocks; padding at both ends adds nothing and does not decay.

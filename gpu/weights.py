@@ -84,6 +84,8 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
         config = replace(config, experts=replace(config.experts, layout=layout))
     if config.latent is not None and any(name.endswith(".k_b_proj.weight") for name in stored):
         config = replace(config, latent=replace(config.latent, is_split=True))
+    if config.recurrence is not None and any(name.endswith(".in_proj_qkv.weight") for name in stored):
+        config = replace(config, recurrence=replace(config.recurrence, is_split=True))
     _check(checkpoint, config)
     if not config.tie_embeddings or HEAD not in checkpoint.tensors:
         return config

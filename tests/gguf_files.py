@@ -39,6 +39,9 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "falcon_h1": "falcon-h1",
     "glm4_moe": "glm4moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
 }
 TURNED = (
@@ -66,7 +69,7 @@ def write_gguf(
     Args:
         quantisation: of the matrices whose rows come in its blocks; vectors stay F32, as in llama.cpp.
         metadata: fields beside the architecture's.
-        is_old: as llama.cpp converted latent attention until April 2025.
+        is_old: as llama.cpp converted latent attention until April 2025, and Qwen3-Next until February 2026.
     """
     config = dict(text_config(json.loads((directory / "config.json").read_text())))
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -83,6 +86,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(kinds[architecture], _num_blocks(config))
     stored = load_file(directory / "model.safetensors")
     tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
+    if "linear_num_key_heads" in config:
+        tensors = _with_delta_nets(tensors, config, is_old)
     if "kv_lora_rank" in config and not is_old:
         tensors = with_split_keys(tensors, config)
     for name, rows in _stacked_experts(_with_split_experts(_with_state_spaces(tensors, config), config)).items():
@@ -169,7 +174,8 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(_num_blocks(config))
-    writer.add_feed_forward_length(_mlp_width(config))
+    if config["model_type"] != "qwen3_5_moe_text":
+        writer.add_feed_forward_length(_mlp_width(config))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config.get("norm_eps", config.get("rms_norm_eps")))
@@ -202,6 +208,8 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool)
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     _write_family(writer, family, config)
+    if "linear_num_key_heads" in config:
+        _write_delta_nets(writer, config, is_old)
     if "kv_lora_rank" in config:
         _write_latent(writer, config, is_old)
 
@@ -231,6 +239,86 @@ def _write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool)
     growth = config["rope_parameters"].get("mscale_all_dim")
     if growth is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * growth)
+
+
+def _write_delta_nets(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool) -> None:
+    """conversion/qwen.py, Qwen3NextModel.set_gguf_parameters, and its mixins."""
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    if is_old:
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    else:
+        own = [kind == "linear_attention" for kind in config["layer_types"]]
+        own += [False] * (_num_blocks(config) - len(own))
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", own)
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if config.get("num_nextn_predict_layers"):
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+
+
+def _with_delta_nets(tensors: Mapping[str, torch.Tensor], config: dict[str, Any], is_old: bool) -> dict[str, Any]:
+    """conversion/qwen.py: modify_tensors of Qwen3NextModel, _LinearAttentionVReorderBase and _Qwen35MtpMixin."""
+    num_keys, per_key = (
+        config["linear_num_key_heads"],
+        config["linear_num_value_heads"] // config["linear_num_key_heads"],
+    )
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    is_tiled = config["model_type"] != "qwen3_next"
+    drafts = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head_norm",
+    }
+    found: dict[str, torch.Tensor] = {}
+
+    def tiled(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+        if not is_tiled:
+            return rows
+        return rows.reshape(num_keys, per_key, head_dim, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    for name, tensor in tensors.items():
+        if name.startswith("mtp."):
+            _, first, *rest = name.split(".")
+            number = config["num_hidden_layers"]
+            own = (
+                (f"model.layers.{number}", *rest[1:])
+                if first == "layers"
+                else (f"blk.{number}.nextn.{drafts[first]}", *rest)
+            )
+            name = ".".join(own)
+        kind = name.partition("linear_attn.")[2].partition(".")[0]
+        if kind in ("in_proj_qkv", "conv1d"):
+            tensor = tensor.squeeze(1) if kind == "conv1d" else tensor
+            split = 2 * num_keys * key_dim
+            tensor = torch.cat([tensor[:split], tiled(tensor[split:], value_dim)])
+        elif kind == "in_proj_z":
+            tensor = tiled(tensor, value_dim)
+        elif kind in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+            tensor = tiled(tensor, 1)
+        elif kind == "out_proj":
+            tensor = tiled(tensor.T, value_dim).T.contiguous()
+        elif kind == "in_proj_qkvz" and not is_old:
+            sizes = [key_dim, key_dim, per_key * value_dim, per_key * value_dim]
+            *qkv, gate = tensor.view(num_keys, sum(sizes), -1).split(sizes, 1)
+            found[name.replace("qkvz", "qkv")] = torch.cat([part.flatten(0, 1) for part in qkv])
+            name, tensor = name.replace("qkvz", "z"), gate.flatten(0, 1)
+        if kind == "A_log":
+            tensor = -tensor.exp()
+        if name.endswith("norm.weight") and kind != "norm":
+            tensor = tensor + 1
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts = tensor.chunk(2, 1) if "gate_up" in name else [tensor]
+            for part, rows in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
+                found[f"{name.rpartition('.')[0]}.{part}_proj.weight"] = rows.contiguous()
+            continue
+        found[name.replace(".dt_bias", ".dt_proj.bias")] = tensor
+    return found
 
 
 def with_split_keys(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -314,7 +402,20 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if family in ("qwen3_moe", "qwen3_vl_moe_text", "qwen2_moe", "lfm2_moe", "ernie4_5_moe"):
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    experts = (
+        "qwen3_moe",
+        "qwen3_vl_moe_text",
+        "qwen2_moe",
+        "lfm2_moe",
+        "ernie4_5_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+    )
+    if family in experts:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if family in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])

@@ -286,10 +286,7 @@ def units(builder, name, at, num_blocks):
     """Emit loops over the units of stored blocks: (index among all, index in its block, a word's address)."""
     unit, found = UNITS[name], FORMATS[name]
     per_block = found.elements // (4 * unit.num_quads)
-    with (
-        cgutils.for_range(builder, num_blocks) as blocks,
-        cgutils.for_range(builder, constant(per_block)) as inner,
-    ):
+    with cgutils.for_range(builder, num_blocks) as blocks, cgutils.for_range(builder, constant(per_block)) as inner:
         stored = indexed(builder, at, (blocks.index, found.size_bytes * BLOCK_OUTPUTS))
 
         def word_at(stream, n):

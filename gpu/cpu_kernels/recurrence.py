@@ -106,6 +106,7 @@ class Arguments(ctypes.Structure):
             "num_heads",
             "key_dim",
             "value_dim",
+            "is_tiled",  # see RecurrentConfig
             "heads_per_piece",  # *
             "is_normed_first",  # *
         ),
@@ -255,13 +256,21 @@ def _keep_channels(args, channel, num_channels, read, first, num_tokens, state):
 
 
 @njit(cache=True)
+def _sharing(args, key_head):
+    """The heads that share a key head."""
+    shared, step = args.num_heads // args.num_key_heads, args.num_key_heads if args.is_tiled else 1
+    first = key_head if args.is_tiled else key_head * shared
+    return range(first, first + step * shared, step)
+
+
+@njit(cache=True)
 def _keep_inputs(args, key_head, read, first, num_tokens, state):
     """The same of the key head's channels."""
-    shared, keys = args.num_heads // args.num_key_heads, args.num_key_heads * args.key_dim
-    query, values = key_head * args.key_dim, shared * args.value_dim
+    keys, query = args.num_key_heads * args.key_dim, key_head * args.key_dim
     _keep_channels(args, query, args.key_dim, read, first, num_tokens, state)
     _keep_channels(args, keys + query, args.key_dim, read, first, num_tokens, state)
-    _keep_channels(args, 2 * keys + key_head * values, values, read, first, num_tokens, state)
+    for head in _sharing(args, key_head):
+        _keep_channels(args, 2 * keys + head * args.value_dim, args.value_dim, read, first, num_tokens, state)
 
 
 @njit(cache=True)
@@ -403,7 +412,7 @@ def _recur(args, source, target, key, query, values, strength, decay):
 def _scan(args, key_head, run, spare):
     """A run of a key head and the heads that share it."""
     first, end, start, read, write = _run_of(args, run)
-    shared, key_dim, value_dim = args.num_heads // args.num_key_heads, args.key_dim, args.value_dim
+    key_dim, value_dim = args.key_dim, args.value_dim
     memory_bytes, saves = 4 * key_dim * value_dim, carray(pointer(args.saves), (args.num_saves, 3), np.int64)
     reading = spare
     turned = reading + 2 * key_dim * ROW_BYTES
@@ -412,7 +421,8 @@ def _scan(args, key_head, run, spare):
     strengths = values + value_dim * ROW_BYTES
     decays, rest = strengths + REGISTER_BYTES, strengths + 2 * REGISTER_BYTES
     if read != write:
-        _copy(_memory(args, read, key_head * shared), _memory(args, write, key_head * shared), shared * memory_bytes)
+        for head in _sharing(args, key_head):
+            _copy(_memory(args, read, head), _memory(args, write, head), memory_bytes)
     strength_of, decay_of = carray(pointer(strengths), LANES, np.float32), carray(pointer(decays), LANES, np.float32)
     for border in range(start - start % BLOCK_SIZE + BLOCK_SIZE, start + end - first + BLOCK_SIZE, BLOCK_SIZE):
         shift = border - BLOCK_SIZE - start  # the run's token that is the block's first
@@ -426,7 +436,7 @@ def _scan(args, key_head, run, spare):
                 _clear(key, 4 * key_dim)
                 _clear(query, 4 * key_dim)
         _score(args, reading, turned, scores)
-        for head in range(key_head * shared, (key_head + 1) * shared):
+        for head in _sharing(args, key_head):
             channel, decay = 2 * args.num_key_heads * key_dim + head * value_dim, ZERO
             for index in range(BLOCK_SIZE):
                 token, value = shift + index, values + 4 * index * value_dim
@@ -446,8 +456,8 @@ def _scan(args, key_head, run, spare):
             if saves[save, 0] == run and saves[save, 1] == border:
                 state = saves[save, 2]
                 _keep_inputs(args, key_head, read, first, border - start, state)
-                source, target = _memory(args, write, key_head * shared), _memory(args, state, key_head * shared)
-                _copy(source, target, shared * memory_bytes)
+                for head in _sharing(args, key_head):
+                    _copy(_memory(args, write, head), _memory(args, state, head), memory_bytes)
     _keep_inputs(args, key_head, read, first, end - first, write)
 
 
@@ -455,7 +465,7 @@ def _scan(args, key_head, run, spare):
 def delta_net(arguments):
     """Take key heads until none is left: any number of threads at once. arguments: the address of DeltaArguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
-    key_dim, value_dim, shared = args.key_dim, args.value_dim, args.num_heads // args.num_key_heads
+    key_dim, value_dim = args.key_dim, args.value_dim
     spare = np.empty((5 * key_dim + value_dim + 131) * LANES, dtype=np.float32)
     scratch = spare.ctypes.data  # as _scan divides it
     key, query, values = scratch, scratch + 4 * key_dim, scratch + 8 * key_dim
@@ -467,7 +477,7 @@ def delta_net(arguments):
         for single in range(args.num_singles):
             token, read, write = _single_of(args, single)
             _key_and_query(args, key_head, read, token, 0, rest, key, query)
-            for head in range(key_head * shared, (key_head + 1) * shared):
+            for head in _sharing(args, key_head):
                 channel = 2 * args.num_key_heads * key_dim + head * value_dim
                 _convolve(args, read, token, 0, channel, value_dim, rest, values)
                 strength, decay = _strength_and_decay(args, token, head)
@@ -747,6 +757,7 @@ class KernelDeltaNet(DeltaNet):
             rate=self._rate.data_ptr(),
             step_bias=self._step_bias.data_ptr(),
             norm=self._norm.data_ptr(),
+            is_tiled=own.is_tiled,
         )
 
 

@@ -18,6 +18,7 @@ from core.config_json import parse_model_config
 from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS
 from core.gguf_model import config_of, num_turned_heads
+from core.plan import SequenceStart
 from gpu import checkpoint as gpu_gguf
 from gpu.blocks import NEEDED_FLAGS
 from gpu.checkpoint import DEQUANTISERS, GgufReader, open_checkpoint
@@ -28,8 +29,8 @@ from gpu.quality import predict
 from gpu.weights import load_weights
 from tests.gguf_files import Q, parsed, quantised_numbers, random_blocks, with_split_keys, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress
-from tests.gpu.driver import Driver, make_plan
-from tests.oracle import Oracle, read_config, save_random_model
+from tests.gpu.driver import GREEDY, Driver, make_plan
+from tests.oracle import FAMILIES, Oracle, read_config, save_random_model
 
 PROMPT = [3, 141, 59, 26, 5, 35, 89, 79]
 TEXT = [*PROMPT, *range(30, 60)]
@@ -59,7 +60,8 @@ def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Te
 def logits(path: Path, **settings: str) -> torch.Tensor:
     """Of TEXT, at every position: [tokens, vocab]."""
     runner = load_runner(path, model_of(path), replace(ENGINE, **settings), no_progress)
-    return runner.logits(make_plan([(0, 0, TEXT, True)], tables=[(0, index, index) for index in range(3)]))
+    start, tables = SequenceStart(0, tuple(TEXT), len(TEXT), GREEDY, 0, ()), [(0, index, index) for index in range(3)]
+    return runner.logits(make_plan([(0, 0, TEXT, True)], tables=tables, sequence_starts=[start]))
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, part: float) -> None:
@@ -226,6 +228,54 @@ def test_latent_attention_in_blocks_gives_the_logits_of_what_they_stand_for(tmp_
     assert_close(logits(file, activations="bf16"), reference, 1e-4)
     if cpu_flags() >= NEEDED_FLAGS:
         assert_close(logits(file, activations="int8"), reference, 0.05)
+
+
+DELTA_NETS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    "qwen3_5_moe": {},
+}
+
+
+@pytest.fixture
+def delta_net(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """Of a family and sizes: the directory of its model, with layers as llama.cpp can have them."""
+    text = FAMILIES["qwen3_5"][2]["text_config"]
+    monkeypatch.setitem(FAMILIES, "qwen3_5_text", ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", text))
+    return lambda name, **sizes: save_random_model(name, tmp_path / "source", **DELTA_NETS[name], **sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_old"), [("qwen3_next", False), ("qwen3_next", True), ("qwen3_5_text", False), ("qwen3_5_moe", False)]
+)
+def test_delta_nets_give_the_logits_of_transformers(name: str, is_old: bool, tmp_path: Path, delta_net) -> None:
+    source = delta_net(name)
+    file = write_gguf(source, tmp_path / "model.gguf", is_old=is_old)
+    found, expected = model_of(file), parse_model_config(read_config(source) | {"dtype": None})
+    assert found.recurrence is not None
+    assert found.recurrence.is_tiled == (name != "qwen3_next")
+    if name == "qwen3_5_moe":  # neither file nor model has an MLP beside the experts
+        expected = replace(expected, intermediate_size=found.intermediate_size)
+    assert replace(found, recurrence=replace(found.recurrence, is_tiled=False)) == expected
+    assert_close(logits(file), Oracle(source).logits(TEXT), 1e-4)
+
+
+@pytest.mark.skipif(not cpu_flags() >= NEEDED_FLAGS, reason="needs a CPU with AVX2")
+@pytest.mark.parametrize("name", list(DELTA_NETS))
+def test_delta_nets_stay_in_blocks(name: str, tmp_path: Path, delta_net) -> None:
+    """Heads are of 32, which blocks of 32 end with; the file's other order is computed, not undone."""
+    experts = {} if name == "qwen3_5_text" else {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    source = delta_net(name, intermediate_size=96, **experts)
+    file = write_gguf(source, tmp_path / "model.gguf", Q.Q8_0)
+    tensors = load_file(source / "model.safetensors")
+    rounded = {n: t if "shared_expert_gate" in n else quantised_numbers(t, Q.Q8_0) for n, t in tensors.items()}
+    save_file(rounded, source / "model.safetensors", {"format": "pt"})
+    reference = Oracle(source).logits(TEXT)
+    assert_close(logits(file, activations="bf16"), reference, 1e-4)
+    runner = load_runner(file, model_of(file), replace(ENGINE, activations="int8"), no_progress)
+    stored_bytes = sum(one.size_bytes for one in parsed(file).tensors.values())
+    assert stored_bytes <= runner.memory.weights_bytes < 1.02 * stored_bytes
+    assert (logits(file, activations="int8") - reference).abs().mean() <= 0.15 * reference.abs().mean()
 
 
 STATE_SPACES: dict[str, dict[str, Any]] = {

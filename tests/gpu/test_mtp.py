@@ -285,6 +285,17 @@ def test_the_first_of_two_heads_drafts_from_safetensors_and_gguf_and_the_second_
     assert caplog.text.count("left out: model.layers.3\n") == 2
 
 
+def test_qwens_head_drafts_from_a_gguf_file_as_from_safetensors(
+    tmp_path: Path, with_head: Callable[[str], tuple[Path, Path]]
+) -> None:
+    directory, found = with_head("qwen3_5_moe")[1], []
+    for runner in (open_runner(directory), of_file(write_gguf(directory, tmp_path / "m.gguf"))):
+        runner.collect(sampled(runner, make_plan([(0, 0, PROMPT, True)], tables=[(0, i, i) for i in range(4)])))
+        assert isinstance(runner.drafts, MtpDrafts)
+        found.append(propose(runner.drafts, Computed([*PROMPT, 9]), 4))
+    assert found[0] == found[1]
+
+
 def test_a_gguf_file_without_its_head_is_served(tmp_path: Path, with_head: Callable[[str], tuple[Path, Path]]) -> None:
     directory = with_head("glm4_moe")[1]
     tensors = load_file(directory / "model.safetensors")

@@ -28,6 +28,7 @@ def config_of(kind: str, key_heads: int, heads: int, key_dim: int, value_dim: in
 
 CONFIGS = [config_of(kind, *shape) for kind in ("linear_attention", "mamba") for shape in SHAPES]
 CONFIGS += [replace(CONFIGS[4], **changes) for changes in ({"has_norm": False}, {"is_normed_first": True})]
+CONFIGS += [replace(CONFIGS[1], is_tiled=True)]
 
 
 def nets_of(config: RecurrentConfig) -> tuple[Recurrence, Recurrence]:
@@ -87,7 +88,7 @@ def test_outputs_and_states_are_torchs(config: RecurrentConfig) -> None:
     assert torch.allclose(got_layer.memory, want_layer.memory, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[4]], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[4], CONFIGS[-1]], ids=str)
 def test_bits_depend_on_neither_chunks_nor_company(config: RecurrentConfig) -> None:
     _, net = nets_of(config)
     x = noise(84, config.input_size, seed=4).bfloat16()
