@@ -33,7 +33,6 @@ from core.constraints import (
     keywords_of,
     place_in,
 )
-from core.detokenizer import TokenBytes
 from core.errors import InvalidRequest
 
 JsonObject = Mapping[str, Any]
@@ -301,7 +300,7 @@ class GrammarCompiler:
         self.most_tokens = most_tokens
         self._longest = max(map(len, token_bytes))  # token's
         if not eos_ids:  # the library needs one: a token beyond the model's
-            token_bytes, special_ids = TokenBytes([*token_bytes, b"<|end|>"]), [*special_ids, len(token_bytes)]
+            token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
         self._num_words = -(-len(token_bytes) // 32)
         self._numbers = NumberBounds(token_bytes, self._num_words)
