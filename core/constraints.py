@@ -386,7 +386,7 @@ def check_depth(schema: Any, param: str, allowance: Allowance) -> None:
     if num_patterns > MAX_PATTERN_PROPERTIES:
         raise InvalidRequest(f"{param} has more than {MAX_PATTERN_PROPERTIES} patternProperties.", param)
     if num_intersected > MAX_INTERSECTED:
-        message = f"{param} has more than {MAX_INTERSECTED} schemas with allOf, or with a pattern beside $ref."
+        message = f"{param} has more than {MAX_INTERSECTED} schemas with allOf, or with a pattern next to $ref."
         raise InvalidRequest(message, param)
     seen: dict[str, int] = {}  # the level at which a reference was followed last
 

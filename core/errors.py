@@ -96,7 +96,7 @@ class ExitCode(enum.IntEnum):
         self._value_, self.meaning = code, meaning
         return self
 
-    OK = 0, "done, or stopped as asked"
+    OK = 0, "done, or stopped on request"
     INTERNAL = 1, "a bug: run again with --debug for the traceback"
     USAGE = 2, "the command line is wrong: unknown flag or command, missing argument"
     CONFIGURATION = 3, "a setting is unknown, malformed or out of range"

@@ -51,7 +51,7 @@ class Cause(enum.StrEnum):
 
 
 _WHAT = {
-    Cause.NEIGHBOURS_PROMPTS: "the prompts of other requests, which were computed beside it",
+    Cause.NEIGHBOURS_PROMPTS: "the prompts of other requests, which were computed at the same time",
     Cause.PREEMPTION: "preemption: KV blocks ran short, and what was in them was computed again",
     Cause.QUOTA_PAUSES: "its quota, which paused it",
     Cause.SLOW_READER: "its client, which read slowly",

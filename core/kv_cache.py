@@ -479,7 +479,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks, each with one reference. That many must be free."""
-        assert count <= self.num_free, f"{count} KV blocks asked for, {self.num_free} free"
+        assert count <= self.num_free, f"{count} KV blocks requested, {self.num_free} free"
         blocks = [self._empty.popleft() if self._empty else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1

@@ -160,7 +160,7 @@ def load_adapter(
         layer = by_layer.setdefault(int(name.split(".")[2]), {})
         layer[name] = (down, up.float().mul_(factor) if up.dtype != torch.float64 else up * factor)
     if not by_layer:
-        raise BadAdapter(f"{file} holds no lora_A and lora_B.")
+        raise BadAdapter(f"{file} contains no lora_A and lora_B.")
     return _loaded(told.hexdigest(), model, by_layer, dtype, device, kernel)
 
 
@@ -237,13 +237,13 @@ def _parse(file: Path, content: bytes) -> tuple[_Scaling, str]:
         return BadAdapter(f"{file}: {name} is {json.dumps(settings[name])[:100]}: {why}.")
 
     if str(settings.get("peft_type", "LORA")).upper() != "LORA":
-        raise refuse("peft_type", "only LORA is served")
+        raise refuse("peft_type", "only LORA is supported")
     if settings.get("bias", "none") != "none":
-        raise refuse("bias", "adapters with biases are not served")
+        raise refuse("bias", "adapters with biases are not supported")
     if settings.get("use_dora"):
-        raise refuse("use_dora", "DoRA is not served")
+        raise refuse("use_dora", "DoRA is not supported")
     if settings.get("modules_to_save"):
-        raise refuse("modules_to_save", "whole matrices, such as embeddings and lm_head, are not served")
+        raise refuse("modules_to_save", "whole matrices, such as embeddings and lm_head, are not supported")
     start = settings.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
         raise refuse("init_lora_weights", "it changes the base's weights. Convert the adapter to plain LoRA with PEFT")
@@ -276,7 +276,7 @@ def _pairs(file: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Te
         module, part, rest = name.removeprefix(PREFIX).rpartition(".lora_")
         if not name.startswith(PREFIX) or part == "" or rest not in ("A.weight", "B.weight"):
             what = next((what for sign, what in _REFUSED_TENSORS.items() if sign in name), "no lora_A or lora_B")
-            raise BadAdapter(f"{file}: {name} is {what}, which is not served.")
+            raise BadAdapter(f"{file}: {name} is {what}, which is not supported.")
         if tensor.dtype not in _FLOATS:
             raise BadAdapter(f"{file}: {name} is stored as {tensor.dtype}; floats of 16, 32 and 64 bits are read.")
         found.setdefault(module, {})[rest] = tensor
@@ -294,9 +294,9 @@ def _target(file: Path, module: str, name: str, targets: Mapping[str, Target], m
     if target is not None and _is_site(name, target, model):
         return target
     if name in (HEAD, EMBEDDING):
-        why = "adapters of embeddings and lm_head are not served"
+        why = "adapters of embeddings and lm_head are not supported"
     elif target is not None:
-        why = "adapters of this matrix are not served: only of attention's and of MLPs', not of experts"
+        why = "adapters of this matrix are not supported: only those of attention and MLPs, not of experts"
     else:
         why = f"this server's model has no such matrix.{_made_for(base)}"
     raise BadAdapter(f"{file}: {PREFIX}{module}: {why.removesuffix('.')}.")

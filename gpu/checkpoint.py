@@ -246,7 +246,7 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
     missing = sorted(name for name, own in wanted.items() if own not in tensors)
     if missing:
         raise bad_checkpoint(
-            f"{directory / INDEX_FILE} lists tensors that their files do not hold: {named_tensors(missing)}."
+            f"{directory / INDEX_FILE} lists tensors that their files do not contain: {named_tensors(missing)}."
         )
     if "embed_tokens.weight" in tensors:  # written by a model without a head
         ends = ("lm_head.", "score.")

@@ -256,9 +256,7 @@ def _check_layers(model: ModelConfig, engine: EngineConfig) -> None:
         return
     least = engine.max_sequences + BLOCK_SIZE
     if engine.deterministic and engine.max_batch_tokens < least:
-        cause = (
-            f"--deterministic: recurrent layers compute prompts by {BLOCK_SIZE} tokens, beside all other sequences'."
-        )
+        cause = f"--deterministic: with recurrent layers a step needs {BLOCK_SIZE} prompt tokens and one per sequence."
         raise StartupError(cause, f"--max-batch-tokens {least}, or fewer --max-sequences.")
 
 
@@ -381,7 +379,7 @@ def _check(plan: MemoryPlan) -> None:
         raise NotEnoughMemory(f"Weights need {unit.show(weights)} as {dtype}, {more}", _smaller(plan))
     elif given is not None and given > room:
         unit = _unit_of(given, room)
-        cause = f"KV cache: --kv-memory asks for {unit.show(given)}, {unit.show(room)} free beside the weights."
+        cause = f"KV cache: --kv-memory asks for {unit.show(given)}, {unit.show(room)} free besides the weights."
     elif not plan.fits:
         has, gives = (room, "{} free") if given is None else (given, "--kv-memory gives {}")
         unit = _unit_of(need, has)

@@ -226,7 +226,7 @@ class ModelRunner:
         self.captured = Captured(graphs.num_captured, graphs.num_of_prompts, took_s, graphs.size_bytes)
         if graphs.size_bytes > self.memory.graph_bytes:
             sizes = (f"{size_bytes / 2**20:.0f} MiB" for size_bytes in (graphs.size_bytes, self.memory.graph_bytes))
-            logger.warning("CUDA graphs have taken %s of memory, %s were planned for them", *sizes)
+            logger.warning("CUDA graphs use %s of memory, but %s was planned for them", *sizes)
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
         """Allocate the host memory for KV, filled from its directory, if the settings ask for it.

@@ -236,7 +236,7 @@ class ServerConfig:
         " fetch from a hub (default: the embedded demonstration model)",
     )
     served_model_name: str | None = _MODEL(
-        None, _Kind(text_value, "NAME"), "name that clients ask for (default: the directory's, file's or hub's name)"
+        None, _Kind(text_value, "NAME"), "name that clients use (default: the directory's, file's or hub's name)"
     )
     aliases: tuple[str, ...] = _MODEL.several(
         _Kind(text_value, "NAME"), "another name for the model, such as gpt-4o-mini, at the model's price", name="alias"
@@ -250,10 +250,12 @@ class ServerConfig:
     lora_dir: Path | None = _RARE_MODEL(
         None,
         _Kind(existing_directory, "DIR"),
-        "let POST /v1/load_lora_adapter load adapters from below this directory (default: none are loaded by request)",
+        "let POST /v1/load_lora_adapter load adapters from below this directory (default: none are loaded on request)",
     )
     max_loras: int = _RARE_MODEL(
-        8, _count(1, 1024), "adapters in memory at once, with --lora or --lora-dir; each takes room for --max-lora-rank"
+        8,
+        _count(1, 1024),
+        "adapters in memory at once, with --lora or --lora-dir; each uses memory for --max-lora-rank",
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
     pooling: str | None = _RARE_MODEL(
@@ -387,7 +389,7 @@ class ServerConfig:
     )
     deterministic: bool = _RARE_ENGINE.switch(
         "the same request and seed give bit-identical results, whatever else is in the batch: checks the model's"
-        " matmuls at start, and on a GPU uses kernels of fixed tiles. Refuses settings that cannot keep this"
+        " matmuls at start, and on a GPU uses kernels of fixed tiles. Refuses settings that cannot guarantee this"
     )
     no_prefix_cache: bool = _RARE_ENGINE.switch(
         "compute every prompt whole, even if its prefix is the same as an earlier one's"
@@ -438,7 +440,7 @@ class ServerConfig:
     tls_client_ca: Path | None = _LISTENING(
         None,
         _FILE,
-        "ask clients for certificates signed by these PEM certificates; the file may hold revocation lists; read again"
+        "request client certificates signed by these PEM certificates; the file may hold revocation lists; read again"
         " on SIGHUP",
     )
     tls_client_auth: str | None = _RARE_LISTENING(
@@ -473,7 +475,7 @@ class ServerConfig:
     kv_events: TcpAddress | None = _RARE_LISTENING(
         None,
         _Kind(tcp_address, "HOST:PORT"),
-        "publish KV cache events there, over ZeroMQ in vLLM's format. They hold the token ids of everybody's prompts"
+        "publish KV cache events there, over ZeroMQ in vLLM's format. They contain the token ids of everybody's prompts"
         " and need no authentication: let only the router reach it (needs the extra kv-events)",
     )
     kv_events_replay: TcpAddress | None = _RARE_LISTENING(
@@ -618,7 +620,7 @@ class ServerConfig:
     total_deadline_s: float = _LIMITS(
         3600.0,
         _duration(0.001, 604_800),
-        "time from a request's head to the end of its answer; requests and tenants may ask for less",
+        "time from a request's head to the end of its answer; requests and tenants may set less",
     )
     idle_timeout_s: float = _LIMITS.limit(
         "idle_s", _duration(0.1, DAY_S), "time after which a connection without a request is closed"

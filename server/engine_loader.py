@@ -522,7 +522,7 @@ def _shown_adapters(config: ServerConfig, plan: "MemoryPlan") -> str:
     named = ", ".join(map(str, config.loras))
     size = format_size(plan.adapters_bytes)
     room = f"{size} for {config.max_loras} of rank {config.max_lora_rank} and one that replaces another"
-    by_request = f"loaded on request from {config.lora_dir}" if config.lora_dir is not None else "none by request"
+    by_request = f"loaded on request from {config.lora_dir}" if config.lora_dir is not None else "none on request"
     return f"{room}; {named + ' at start, ' if named else ''}{by_request}"
 
 
@@ -549,7 +549,7 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
 
 def _shown_states(plan: "MemoryPlan") -> str:
     size, most, num_kept = format_size(plan.state_bytes), plan.engine.max_sequences, plan.num_kept_states
-    return f"{size} for recurrent layers: two for each of --max-sequences {most}, {num_kept} kept for later prompts"
+    return f"{size} for recurrent layers: two for each of --max-sequences {most}, {num_kept} stored for later prompts"
 
 
 def _quantization_of(model: ModelConfig | EncoderConfig, config: ServerConfig, device: "DeviceChoice") -> str | None:

@@ -279,7 +279,7 @@ def _pooling_kind(directory: Path, given: Mapping[str, Any]) -> PoolingKind:
     modes = switches if named is None else [named] if isinstance(named, str) else list(named)
     found = [_POOLING_MODES.get(mode) for mode in modes if mode != "include_prompt"]
     if len(found) != 1 or found[0] is None or given.get("include_prompt") is False:
-        cause = f"{directory / CONFIG_FILE} asks for {', '.join(map(str, modes))} pooling, which is not supported"
+        cause = f"{directory / CONFIG_FILE} sets {', '.join(map(str, modes))} pooling, which is not supported"
         raise BadModelFile(cause, f"--pooling {', '.join(POOLINGS)}, if that is what the model was trained for")
     return found[0]
 
@@ -414,7 +414,7 @@ class _Contents:
         for name, neutral in _NEUTRAL.items():
             if generation.get(name) is not None and generation[name] not in neutral:
                 raise BadModelFile(
-                    f"{self.path}: {GENERATION_FILE} asks for {name} = {str(generation[name])[:64]}, which is not"
+                    f"{self.path}: {GENERATION_FILE} sets {name} = {str(generation[name])[:64]}, which is not"
                     " supported",
                     "remove it there: answers are then sampled without it",
                 )
@@ -518,7 +518,7 @@ def _read_json(file: Path, is_optional: bool = False) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise BadModelFile(f"{file} is not JSON: {error}", "download it again") from error
     if not isinstance(value, dict):
-        raise BadModelFile(f"{file} holds a {type(value).__name__}, not an object", "download it again")
+        raise BadModelFile(f"{file} contains a {type(value).__name__}, not an object", "download it again")
     return value
 
 

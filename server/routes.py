@@ -624,10 +624,10 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/model_info": {"GET": _shown(describing(models.model_info_reply), _MODEL_INFO)},
     "/server_info": {"GET": _shown(describing(models.server_info_reply), "The server, as routers read it")},
     "/v1/loads": {"GET": _shown(show_loads, "The load, as routers read it")},
-    "/props": {"GET": _shown(show_props, "The model and its template, as llama-server tells them")},
+    "/props": {"GET": _shown(show_props, "The model and its template, in llama-server's format")},
     "/slots": {
         "GET": _shown(
-            show_slots, "The slots, as llama-server tells them", answer=list[Any], query={"fail_on_no_slot": str}
+            show_slots, "The slots, in llama-server's format", answer=list[Any], query={"fail_on_no_slot": str}
         )
     },
     "/is_sleeping": {"GET": _shown(show_sleep, "Whether the engine sleeps: never")},

@@ -170,7 +170,7 @@ def check_hidden(wishes: ThoughtWishes | None, param: str | None) -> None:
         InvalidRequest: the thought is to be left out, and its tokens are asked for.
     """
     if param is not None and wishes is not None and not wishes.is_shown:
-        message = f"{param} asks for the reasoning that include_reasoning: false leaves out. Send one of them."
+        message = f"{param} requests the reasoning that include_reasoning: false leaves out. Send one of them."
         raise InvalidRequest(message, param)
 
 

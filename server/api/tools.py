@@ -159,7 +159,7 @@ def tool_wishes(
     """
     if not functions:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice needs tools beside it.", "tool_choice")
+            raise InvalidRequest("tool_choice also needs tools.", "tool_choice")
         return None
     if len(functions) > MAX_TOOLS:
         param = where.partition("[")[0]

@@ -215,7 +215,7 @@ def fetch(hub: Hub, model: HubId, report: ReportProgress) -> Path:
     try:
         return _fetch_commit(hub, model, commit, files, report)
     except OSError as error:
-        cause = f"{model} cannot be kept in {hub.cache}: {error.strerror or error}"
+        cause = f"{model} cannot be stored in {hub.cache}: {error.strerror or error}"
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "make room" if is_full or error.errno == errno.EFBIG else "make it writable"
         exit_code = ExitCode.TRANSIENT if is_full else ExitCode.MODEL

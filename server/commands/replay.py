@@ -136,8 +136,8 @@ def _difference(record: RecordedRequest, told: dict[str, Any]) -> str | None:
     """
     if told["prompt_digest"] != record.prompt_digest:
         raise Incomparable(
-            "its prompt became other tokens: it went on from a chat that the server remembered, or its template tells"
-            " the time (--deterministic takes each chat by its text alone)"
+            "its prompt was tokenized differently: it continued a chat that the server remembered, or its template"
+            " shows the time (--deterministic tokenizes each chat from its text alone)"
         )
     assert record.token_ids is not None
     pairs: Iterable[tuple[list[int], list[int]]] = zip_longest(record.token_ids, told["token_ids"], fillvalue=[])

@@ -101,7 +101,7 @@ class Deadlines:
             "ttft_s": f"No token came within {self.ttft_s:g} s",
             "inter_token_s": f"The next token did not come within {self.inter_token_s:g} s",
         }[name]
-        message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
+        message = f"{what}, the request's deadline. Allow more time, request less, or try when the server is less busy."
         error_type = ServiceError if is_callers_fault or name in self.asked else OwnDeadlineExceeded
         return error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded")
 

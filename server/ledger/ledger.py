@@ -410,7 +410,7 @@ def _made_or_none(entry: Entry, make: Callable[[], T]) -> T | None:
         return make()
     except Exception:
         extra = {"request_id": entry.row.request_id}
-        logger.exception("the progress of a request cannot be told to the ledger", extra=extra)
+        logger.exception("the progress of a request cannot be recorded in the ledger", extra=extra)
         return None
 
 

@@ -151,12 +151,12 @@ def num_behind_proxy_head(head: bytes) -> int:
     if version != _VERSION or command not in (_LOCAL, _PROXY):
         raise ProxyProtocolError(f"its version and command are 0x{head[12]:02x}")
     if length > MAX_PROXY_BYTES:
-        raise ProxyProtocolError(f"it announces {length} bytes, and {MAX_PROXY_BYTES} are taken")
+        raise ProxyProtocolError(f"it announces {length} bytes, more than {MAX_PROXY_BYTES}")
     if command == _PROXY:  # the family of a LOCAL header must be ignored
         if family != _UNSPECIFIED and (family not in _ADDRESS_BYTES or transport != _STREAM):
             raise ProxyProtocolError(f"its family and transport are 0x{head[13]:02x}")
         if length < _ADDRESS_BYTES[family]:
-            raise ProxyProtocolError(f"{length} bytes hold no addresses of its family")
+            raise ProxyProtocolError(f"{length} bytes contain no addresses of its family")
     return length
 
 

@@ -61,7 +61,7 @@ class TraceExporter:
         if len(self._waiting) >= MAX_WAITING:
             self._num_dropped += 1
             if self._num_dropped.bit_count() == 1:  # the 1st, 2nd, 4th...
-                logger.warning("%d traces dropped: %s does not keep up", self._num_dropped, self._endpoint)
+                logger.warning("%d traces dropped: %s is too slow", self._num_dropped, self._endpoint)
             return
         self._waiting.append(flight)
         if self._sending is None:

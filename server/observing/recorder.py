@@ -117,7 +117,7 @@ class Recorder:
         size_bytes = LINE_BYTES + len(record.body or "") + 8 * sum(record.num_tokens)
         if self._put_bytes - self._taken_bytes + size_bytes > MAX_WAITING_BYTES:
             self._num_refused += 1
-            self._warn("the disk does not keep up")
+            self._warn("the disk is too slow")
             return
         self._put_bytes += size_bytes
         self._executor.submit(self._write, record, size_bytes)

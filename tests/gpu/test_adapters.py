@@ -214,9 +214,9 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s, t: s.update(use_dora=True), "use_dora is true: DoRA is not served"),
+        (lambda s, t: s.update(use_dora=True), "use_dora is true: DoRA is not supported"),
         (lambda s, t: s.update(bias="all"), 'bias is "all"'),
-        (lambda s, t: s.update(peft_type="IA3"), "only LORA is served"),
+        (lambda s, t: s.update(peft_type="IA3"), "only LORA is supported"),
         (lambda s, t: s.update(modules_to_save=["lm_head"]), "modules_to_save is .*lm_head"),
         (lambda s, t: s.update(init_lora_weights="pissa_niter_4"), "it changes the base's weights"),
         (lambda s, t: s.update(layer_replication=[[0, 1]]), "layer_replication .* this is not served"),
@@ -243,7 +243,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (lambda s, t: s.update(r=4), r"lora_A.weight has the shape \[8, .* tests/base"),
         (lambda s, t: s.update(r=4), "The adapter was made for tests/base"),
         (lambda s, t: t.update({f"{Q}.lora_A.weight": t[f"{Q}.lora_A.weight"].int()}), "stored as torch.int32"),
-        (lambda s, t: t.clear(), "holds no lora_A and lora_B"),
+        (lambda s, t: t.clear(), "contains no lora_A and lora_B"),
         (
             lambda s, t: t.update({f"{Q.replace('.0.', '.77.')}.lora_{p}.weight": torch.ones(8, 8) for p in "AB"}),
             "layers.77.self_attn.q_proj: this server's model has no such matrix. The adapter was made for tests/base",

@@ -259,7 +259,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_an_index_that_promises_more_than_its_files_hold_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
-    with pytest.raises(BadCheckpoint, match="lists tensors that their files do not hold: b"):
+    with pytest.raises(BadCheckpoint, match="lists tensors that their files do not contain: b"):
         open_checkpoint(tmp_path)
 
 

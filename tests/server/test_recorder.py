@@ -173,7 +173,7 @@ def test_replay_names_the_first_other_token_and_why_it_cannot_compare(
         (but(body=None, token_ids=None), 9, "its body is not recorded"),
         (but(version="0"), 9, "another version: 0 recorded"),
         (but(model_digest="1", settings_digest="2"), 9, "another model: 1 recorded,  now, settings: 2 recorded"),
-        (but(prompt_digest="0"), 9, "its prompt became other tokens"),
+        (but(prompt_digest="0"), 9, "its prompt was tokenized differently"),
         (but(body='{"prompt": 7}'), 9, "refused with 400"),
     ]
     for changed, expected, said in cases:
