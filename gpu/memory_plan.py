@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, RecurrentConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.adapters import adapter_bytes
 from gpu.attention import MAX_GATHERED_TOKENS, MAX_SCORES
 from gpu.blocks import why_not_in_place
 from gpu.checkpoint import Checkpoint, open_checkpoint
-from gpu.cpu_kernels.support import attends, choose_for
+from gpu.cpu_kernels.support import attends, choose_for, why_no_kernels
 from gpu.device import DeviceChoice, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within
@@ -561,20 +561,26 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
     slabs = 4 * slab_bytes if engine.quantize or model.packing else 0  # part of a weight: bits, integers, floats
     experts = _expert_activation_bytes(model, engine.max_batch_tokens, dtype)
     decoding = _decoding_bytes(model, engine, max_model_len, device)
-    recurrent = _recurrent_bytes(model, engine, dtype)
+    recurrent = _recurrent_bytes(model, engine, device)
     attention = 0 if attends(model, device) else mask + gathered
     return one_layer + attention + logits + written_out + slabs + experts + decoding + recurrent
 
 
-def _recurrent_bytes(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
-    """A recurrent layer's tensors of a full batch, in part as float32, and the states of all rows, twice."""
+def _recurrent_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
+    """A recurrent layer's tensors of a full batch, in part as float32; by torch the states of all rows, too, twice."""
     own = model.recurrence
     if own is None:
         return 0
-    tokens = 2 * own.input_size * dtype.itemsize + 4 * (
-        3 * own.channels + 12 * own.num_heads * sum(own.memory_shape[1:])
-    )
+    taken = 2 * own.input_size * device.dtype.itemsize
+    if why_no_kernels(model, device) is None and recurs_in_place(own):
+        return engine.max_batch_tokens * (taken + 4 * (own.channels + 2 * own.output_size))
+    tokens = taken + 4 * (3 * own.channels + 12 * own.num_heads * sum(own.memory_shape[1:]))
     return engine.max_batch_tokens * tokens + 2 * engine.max_sequences * 4 * math.prod(own.memory_shape)
+
+
+def recurs_in_place(own: RecurrentConfig) -> bool:
+    """What can_compute of gpu/cpu_kernels/recurrence.py says, without numba."""
+    return own.kind != "conv" and own.key_dim % 16 == 0 and own.value_dim % 32 == 0
 
 
 def _layer_width(model: ModelConfig) -> int:

@@ -1,12 +1,13 @@
 """Memory is divided by computed figures, and what does not fit is told with a figure that does."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from core.config import EngineConfig, ModelConfig, RopeConfig
+from core.config import EngineConfig, ModelConfig, RecurrentConfig, RopeConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.attention import MAX_GATHERED_TOKENS
 from gpu.cpu_kernels import support
@@ -18,6 +19,7 @@ from gpu.memory_plan import (
     OWN_MEMORY_SHARE,
     SHARED_MEMORY_SHARE,
     MemoryPlan,
+    activation_size_bytes,
     memory_needed,
     offload_slots,
     plan_memory,
@@ -203,6 +205,19 @@ def test_where_a_kernel_attends_no_keys_and_values_are_gathered(monkeypatch: pyt
         monkeypatch.setattr(support, "why_no_numba", lambda: None)
         found.append(plan(100).activation_bytes)
     assert found[0] - found[1] >= MAX_GATHERED_TOKENS * 2 * 2 * 8 * 128  # keys and values in bf16
+
+
+def test_where_a_kernel_recurs_no_scan_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of Qwen3.5 4B, beside the same without."""
+    own = RecurrentConfig("linear_attention", 4, 8192, 32, 16, 128, 128)
+    found = []
+    for flags, recurrence in itertools.product(("avx2", "avx2 avx512bw"), (None, own)):
+        monkeypatch.setattr(support, "cpu_flags", lambda flags=flags: frozenset(flags.split()))
+        monkeypatch.setattr(support, "why_no_numba", lambda: None)
+        model = dataclasses.replace(MODEL, recurrence=recurrence)
+        found.append(activation_size_bytes(model, EngineConfig(max_batch_tokens=512), 8192, BF16))
+    of_torch, of_kernels = found[1] - found[0], found[3] - found[2]
+    assert of_torch > 512 * 4 * 12 * 32 * 256 > 3 * of_kernels > 0
 
 
 def test_a_step_does_not_take_the_memory_of_all_sequences_at_full_length() -> None:

@@ -8,6 +8,7 @@ import torch
 from core.config import RecurrentConfig
 from gpu.blocks import NEEDED_FLAGS
 from gpu.device import cpu_flags
+from gpu.memory_plan import recurs_in_place
 from gpu.parameters import RecurrentWeights
 from gpu.recurrence import LayerStates, Recurrence, RecurrentRows, Run, States, make_recurrence
 from tests.gpu.operator_cases import noise
@@ -15,7 +16,7 @@ from tests.gpu.operator_cases import noise
 if not cpu_flags() >= NEEDED_FLAGS:
     pytest.skip("needs a CPU with AVX2", allow_module_level=True)
 
-from gpu.cpu_kernels.recurrence import KINDS
+from gpu.cpu_kernels.recurrence import KINDS, can_compute
 
 NUM_STATES, TAPS = 12, 4
 SHAPES = [(1, 1, 16, 32), (2, 4, 32, 64), (3, 3, 48, 32)]  # key heads, heads, key_dim, value_dim
@@ -29,6 +30,12 @@ def config_of(kind: str, key_heads: int, heads: int, key_dim: int, value_dim: in
 CONFIGS = [config_of(kind, *shape) for kind in ("linear_attention", "mamba") for shape in SHAPES]
 CONFIGS += [replace(CONFIGS[4], **changes) for changes in ({"has_norm": False}, {"is_normed_first": True})]
 CONFIGS += [replace(CONFIGS[1], is_tiled=True)]
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "mamba", "conv"])
+def test_the_plan_of_memory_knows_what_the_kernels_compute(kind: str) -> None:
+    found = [config_of(kind, 1, 1, key_dim, value_dim) for key_dim in (8, 16, 128) for value_dim in (16, 32, 64, 96)]
+    assert [recurs_in_place(one) for one in found] == [can_compute(one) for one in found]
 
 
 def nets_of(config: RecurrentConfig) -> tuple[Recurrence, Recurrence]:
