@@ -74,7 +74,7 @@ def calls_in(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_required_calls_are_read_as_calls_that_fit_their_schemas(form: str) -> None:
     source = required_calls(TOOL_FORMATS[form], TOOLS, most_calls=3)
-    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    grammar = compiler().compile(GrammarSpec(GrammarKind.TAGGED, source, "tools"))
     num_calls = 0
     for seed in range(40):
         text = sampled(grammar, random.Random(seed), most=300)
@@ -99,7 +99,7 @@ def test_marks_within_calls_are_their_special_tokens(form: str) -> None:
     special = {made.str_of(token_id): token_id for token_id in made.special_ids}
     assert special.keys() >= set(marks)
     source = required_calls(TOOL_FORMATS[form], TOOLS, special)
-    grammar = compiler_of(made, [special["<|im_end|>"]]).compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    grammar = compiler_of(made, [special["<|im_end|>"]]).compile(GrammarSpec(GrammarKind.TAGGED, source, "tools"))
     text = RENDER[form]([("get_weather", {"city": "Kö<ln", "exact": True}), ("now", {})])
     named = made.encode(text, add_special_tokens=False)
     spelled = [one for char in text for one in made.encode(char, add_special_tokens=False)]
@@ -114,7 +114,7 @@ def test_marks_within_calls_are_their_special_tokens(form: str) -> None:
 @pytest.mark.parametrize("form", [name for name, one in TOOL_FORMATS.items() if not one.opens_answer])
 def test_a_call_that_the_model_begins_is_held_and_text_is_free(form: str) -> None:
     source = allowed_calls(TOOL_FORMATS[form], TOOLS, most_calls=1)
-    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    grammar = compiler().compile(GrammarSpec(GrammarKind.TAGGED, source, "tools"))
     for lead in ("", "Let me see. <"):
         whole = sampled_behind(grammar, lead + TOOL_FORMATS[form].begins[0])
         said, calls = calls_in(form, whole)
@@ -139,7 +139,7 @@ def test_a_call_that_the_model_begins_is_held_and_text_is_free(form: str) -> Non
 def test_calls_that_no_mark_begins_are_told_from_text(form: str, begins: list[str], texts: list[str]) -> None:
     tools = [Tool(name, SCHEMAS["now"]) for name in "fg"]
     source = allowed_calls(TOOL_FORMATS[form], tools, most_calls=2)
-    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    grammar = compiler().compile(GrammarSpec(GrammarKind.TAGGED, source, "tools"))
     for begin in begins + texts:
         for seed in range(4):
             whole = sampled_behind(grammar, begin, seed)
@@ -243,7 +243,7 @@ def test_a_string_or_something_else_is_held_as_it_is_read(form: str, union: dict
     schema = {"type": "object", "properties": {"g": union}, "required": ["g"], "additionalProperties": False}
     schema["$defs"] = {"e": {"enum": ["1", "x y", "true", "2"]}, "list": LIST}
     source = required_calls(TOOL_FORMATS[form], [strict(schema)], most_calls=1)
-    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    grammar = compiler().compile(GrammarSpec(GrammarKind.TAGGED, source, "tools"))
     num_calls = 0
     for seed in range(15):
         if (text := sampled(grammar, random.Random(seed), most=200)) is not None:
@@ -335,7 +335,7 @@ def test_parameters_are_read_through_what_their_schema_refers_to(
     whole = {"type": "object", **schema}
     tool = strict(whole) if is_strict else Tool("f", whole, is_strict=False)
     grammar = compiler().compile(
-        GrammarSpec(GrammarKind.LARK, required_calls(TOOL_FORMATS[form], [tool], most_calls=1), "tools")
+        GrammarSpec(GrammarKind.TAGGED, required_calls(TOOL_FORMATS[form], [tool], most_calls=1), "tools")
     )
     call = RENDER[form]([("f", {"n": [7] if "array" in str(schema) else 7})])
     assert taken(grammar, call)
