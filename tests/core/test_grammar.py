@@ -505,7 +505,7 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
                 "root ::= []": "line 1, column 10: no character",
                 'root ::= "a"{3,2}': "line 1, column 13: {3,2} ends below",
                 'root ::= ("a"{200}){200}': "line 1, column 20: more than 20000 characters",
-                'root ::= "a"\nroot ::= "b"': "line 2, column 1: the rule root is there already",
+                'root ::= "a"\nroot ::= "b"': "line 2, column 1: the rule root is defined twice",
                 'root ::= "a" <think>': "line 1, column 14: it has '<'",
             }.items()
         ),

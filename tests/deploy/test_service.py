@@ -236,7 +236,7 @@ def test_full_disk_that_gets_room_lets_the_service_start(machine: Machine) -> No
         filler.unlink()
         client.wait_for_answers(3)
     assert set(client.outcomes) <= {200, 503}, client.outcomes
-    assert "make room in /var/lib/steploop" in machine.service_log
+    assert "free space in /var/lib/steploop" in machine.service_log
 
 
 def test_full_disk_while_serving_is_told_and_mends_without_a_restart(machine: Machine) -> None:

@@ -276,7 +276,7 @@ def test_files_that_cannot_be_read_are_named(
     with pytest.raises(BadAdapter, match="has rank 64; --max-lora-rank 16"):
         llama_runner.load_adapter(save_adapter(tmp_path / "large", model_directory("llama3"), r=64))
     experts = save_adapter(tmp_path / "experts", model_directory("qwen3_moe"), targets=["gate"])
-    with pytest.raises(BadAdapter, match=r"mlp.gate: adapters of this matrix are not served: .* not of experts"):
+    with pytest.raises(BadAdapter, match=r"mlp.gate: adapters of this matrix are not supported: .* not of experts"):
         open_runner(model_directory("qwen3_moe"), LORAS).load_adapter(experts)
 
 
