@@ -509,6 +509,8 @@ def timed_steps(
     Args:
         stored_as: the checkpoint's main format.
     """
+    if config.num_parameters < MIN_PARAMETERS:  # quickly timed
+        return time_rows()
     fields = config, engine.quantize, engine.activations, engine.max_batch_tokens, engine.max_model_len, stored_as
     shape = f"{_shape(config, choice, operators)}, steps of {sha256(repr(fields).encode()).hexdigest()[:16]}"
     found = read_measured().get(_machine(choice), {}).get(shape)

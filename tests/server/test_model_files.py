@@ -222,7 +222,7 @@ def test_a_missing_file_is_named_with_where_to_get_it(directory: Path) -> None:
     [
         ("config.json", b"{", "is not JSON"),
         ("config.json", b"[" * 100_000, "is not JSON"),
-        ("config.json", b"[]", "holds a list"),
+        ("config.json", b"[]", "contains a list"),
         ("config.json", b"\xff", "is not UTF-8"),
         ("config.json", b"{}", "Architecture None"),
         ("config.json", b'{"model_type": "llama", "max_position_embeddings": "8"}', "max_position_embeddings='8'"),

@@ -79,7 +79,7 @@ def test_cache_domains_are_shared_by_those_who_name_the_same_alone() -> None:
         ('[[tenants]]\nname = "a"\nlimits = {tokens_per_day = "many"}', ["$.limits.tokens_per_day"]),
         ('[[tenants]]\nname = "a"\ndeadlines = {ttft = 9}', ["unknown field `ttft`", "ttft_ms, inter_token_ms"]),
         ('[[tenants]]\nname = "a"\ndeadlines = {ttft_ms = 0}', ["$.deadlines.ttft_ms"]),
-        ('[[tenants]]\nname = "a"\nlimits = {burst_tokens = 9}', ["burst_tokens needs tokens_per_minute"]),
+        ('[[tenants]]\nname = "a"\nlimits = {burst_tokens = 9}', ["burst_tokens also needs tokens_per_minute"]),
         ('[[tenants]]\nname = "a"\nkey_sha256 = ["secret"]', ["$.key_sha256"]),
         ('[[tenants]]\nname = "a"\ncertificates = ["a.example"]', ["'a.example' in certificates must be DNS:"]),
         ('[[tenants]]\nname = "a"\n[[tenants]]\nname = "a"', ["two tenants named a"]),
