@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch._prims.rng_prims  # without which torch.Generator() fails: a module that gpu/__init__.py puts off has it
 from torch import Tensor
 
 from core.config import EngineConfig
