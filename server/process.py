@@ -70,8 +70,8 @@ T = TypeVar("T")
 
 SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL while another waits
 # Garbage collections stall every stream: objects from start are frozen, and old generations seldom examined. The
-# younger ones are collected often: 100,000 objects of short connections took 160 ms, those of a parsed schema 12 ms.
-GC_THRESHOLDS = (5_000, 5, 20_000)
+# younger ones are collected often: 100,000 objects of short connections took 160 ms, 25,000 of a schema 10 ms.
+GC_THRESHOLDS = (2_500, 4, 50_000)
 FAREWELL_S = 2.0  # for clients to take the last error events
 HURRIED_FAREWELL_S = 1.0  # likewise, after a second signal
 ENGINE_STOP_S = 10.0  # for the running step to end
