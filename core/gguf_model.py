@@ -44,8 +44,8 @@ _NAMES = {
 _STACKED_NAMES = {"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"}
 # Of a layer that predicts later tokens, beside what every layer has
 _DRAFT_PARTS = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
-_QWEN_PARTS = zip(_DRAFT_PARTS, ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), strict=False)
-_QWEN_DRAFTS = tuple((f"mtp.layers.0.{one}.", f"mtp.{own}.") for one, own in _QWEN_PARTS)
+_QWENS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
+_QWEN_DRAFTS = tuple((f"mtp.layers.0.{one}.", f"mtp.{own}.") for one, own in _QWENS.items())
 _DRAFT_NAMES = {f"nextn.{name.replace('.', '_')}.weight": f"{name}.weight" for name in _DRAFT_PARTS}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # config.json field -> metadata key, after the architecture's name: required ones, and optional ones
