@@ -164,7 +164,7 @@ def cached(hub: Hub, model: HubId) -> Path:
     if hub.is_offline:
         raise _not_here_offline(hub, model)
     cause = f"model {model} is not in {hub.cache} yet: serve fetches it from {hub.endpoint}, this command does not"
-    raise NotFetched(cause, _fix_with_near(hub, model, f"fetch it first: steploop serve --model {model}"))
+    raise NotFetched(cause, _fix_with_near(hub, model, f"fetch it first: steploop models pull {model}"))
 
 
 def _shards_of(index: Path) -> set[str]:

@@ -232,7 +232,7 @@ def test_a_login_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_not_fetched_yet_is_none_of_what_serve_would_refuse(hub: Hub) -> None:
-    with pytest.raises(NotFetched, match="steploop serve --model org/tiny"):
+    with pytest.raises(NotFetched, match="steploop models pull org/tiny"):
         cached(hub, MODEL)
     with pytest.raises(StartupError, match="HF_HUB_OFFLINE") as caught:
         cached(replace(hub, is_offline=True), MODEL)
