@@ -26,7 +26,7 @@
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
 # PYTHON=python3.12 the interpreter .venv is made with (3.11 or newer)
 # ARGS="..."        more flags for `steploop serve`
-# TEST_WORKERS=4    processes that the tests share, a file of them at a time (2); slow ones that measure times run alone
+# TEST_WORKERS=4    processes that the tests share, a file of them at a time (2)
 # BUILD_JOBS=1      compilers at a time for `make peers`; otherwise one for each core
 
 PYTHON ?= python3
@@ -36,11 +36,11 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraint
 DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-client nginx nodejs openssl prometheus systemd
 TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl promtool systemd-analyze
 # The tests start hundreds of processes, each of which would compile our sources anew where no bytecode is written
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest
+PYTHON_WRITING := env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python
+PYTEST := $(PYTHON_WRITING) -m pytest
 TEST_WORKERS ?= 2
-SHARED := --numprocesses $(TEST_WORKERS) --dist loadfile
-# Slow tests that measure no times, and run beside each other
-SLOW_BESIDE_OTHERS := tests/core tests/gpu tests/server
+# In the order that tests/conftest.py gives the files
+SHARED := --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 BUILD_JOBS ?= $(shell nproc)
 
@@ -79,19 +79,29 @@ $(VENV)/.installed-fuzz: $(VENV)/.installed
 tables: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.server.api.api_tables
 
+.PHONY: test checks programs kernels
 test: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory --jobs 3 checks programs kernels
+	$(PYTEST) -q $(SHARED) -m "not gpu" tests
+
+checks: $(VENV)/.installed-test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+# Or each process that shares the tests would compile them
+kernels: $(VENV)/.installed-test
+	@$(PYTHON_WRITING) -m gpu.cpu_kernels attention low_rank operators recurrence sampling || \
+		echo "not compiled ahead: the CPU kernels"
+
+# What tests ask a server with, or put before it
+programs: $(VENV)/.installed-test
 	@$(MAKE) --no-print-directory page || echo "not installed: what checks the page (tests that need it are skipped)"
 	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		{ apt-get update -qq; apt-get install -qq --yes --no-install-recommends $(DEBIAN_TEST_PACKAGES); }; } || \
 		echo "not installed: $(DEBIAN_TEST_PACKAGES) (tests that need it are skipped)"
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
-	$(PYTEST) -q $(SHARED) -m "not slow and not gpu" tests
 	@$(MAKE) --no-print-directory clients || echo "not installed: agents' packages (tests that need them are skipped)"
-	$(PYTEST) -q $(SHARED) -m "slow and not gpu" $(SLOW_BESIDE_OTHERS)
-	$(PYTEST) -q -m "slow and not gpu" $(addprefix --ignore=,$(SLOW_BESIDE_OTHERS)) tests
 
 CLIENTS := $(VENV)/clients
 AI_SDK := @ai-sdk/openai-compatible@2.0.92 ai@6.0.326 openai@7.57.0 zod@4.6.7

@@ -60,7 +60,7 @@ def _threads_kept() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def asked(part: str, only: str | None, out: Path | None, limit: float = 300.0) -> argparse.Namespace:
+def asked(part: str, only: str | None, out: Path | None, limit: float = 3000.0) -> argparse.Namespace:
     return argparse.Namespace(part=part, quick=True, device="cpu", only=only, limit=limit, out=out)
 
 
