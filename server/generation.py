@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
@@ -27,14 +27,13 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.incident import Cause, Course, Stall
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilled, Prefilling, Usage
 from server.api.replies import EVENTS, WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
-from server.backend import Backend, Handle, Prompts
 from server.clock import RESOLUTION_S, DeadlineTimer
 from server.engine_client import NOT_YET, RequestHandle, SequenceProgress
 from server.gate.admission import Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines
 from server.gate.text_rules import rule_book
-from server.generations import Generations, GenerationView, weight_of
+from server.generations import Backend, Generations, GenerationView, weight_of
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, unavailable
 from server.ledger.responses import Turn
@@ -44,6 +43,8 @@ from server.observing.recorder import REPLAY_HEADER, RecordedRequest, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
 from server.prompts import Prepared, PromptReader, own_name
+from server.relay import RelayHandle
+from server.relayed import Passed
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -155,7 +156,7 @@ class Generation:
     _output: Output
     _place: Place
     _deadlines: Deadlines
-    _prepared: Prompts
+    _prepared: Prepared | Passed
     _context: ReplyContext
 
     def __init__(
@@ -185,7 +186,7 @@ class Generation:
         self._body: bytes | None = None  # for the record
         # With the engine
         self._work_before = (0, 0.0)  # the loop's work on tokens of all requests, when this one was submitted
-        self._handles: list[Handle] = []
+        self._handles: list[RequestHandle | RelayHandle] = []
         self._courses: dict[str, Course] = {}  # of the requests of this process's engine, by their ids
         self._usages: list[Usage] = []  # of the handles that have ended
         self._reasons: list[FinishReason] = []  # of the choices that have ended
@@ -303,7 +304,7 @@ class Generation:
         finally:
             self._place.leave(self._clock())
 
-    async def _prepare(self, body: bytes) -> Prompts:
+    async def _prepare(self, body: bytes) -> Prepared | Passed:
         reader, tenant = self._backend.reader, self._ticket.caller.tenant
         marks = StageMarks(self._clock)
         self._timings.enter(Stage.OFFLOAD, self._clock())
@@ -333,8 +334,8 @@ class Generation:
                 )
             if stream.is_open:
                 shared.resumable.hold(stream, self.tenant, self._request_id, self._surface.elsewhere)
-        reader = self._backend.reader
-        self._context = context = reader.reply_context(self._prepared, self._request_id)
+        reader, prepared = self._backend.reader, cast(Any, self._prepared)  # by the same reader
+        self._context = context = reader.reply_context(prepared, self._request_id)
         self._output = output_of(call)(reader.surface_of(self._surface), call, context, stream, self._timings)
         stream.on_disconnect = partial(self._on, Event.CLIENT_GONE)
         stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
@@ -391,7 +392,8 @@ class Generation:
         """
         shared, ticket, call, timings = self._shared, self._ticket, self._prepared.call, self._timings
         reader, engine, _ = self._backend
-        requests = reader.requests_of(self._prepared, self._request_id, timings.arrived_s, ticket.caller)
+        prepared = cast(Any, self._prepared)  # by the same reader
+        requests: Sequence[Any] = reader.requests_of(prepared, self._request_id, timings.arrived_s, ticket.caller)
         self._place.admit(requests, timings.arrived_s + self._deadlines.ttft_s, self._clock())
         ticket.reserve(requests, self._own_model)
         if ticket.is_bounded:
@@ -408,10 +410,10 @@ class Generation:
         if call.is_stream and call.tells_queue:
             self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not reported
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
-        table, follow = self._prepared.table, partial(reader.follow_thought, call)
+        table, continues_text = prepared.table, prepared.continues_text
+        follow = partial(reader.follow_thought, call)
         for i, request in enumerate(requests):
-            first_choice, continues_text = i * call.num_computed, self._prepared.continues_text
-            handle = engine.submit(request, self, table, continues_text, first_choice, forbidden, follow)
+            handle = engine.submit(request, self, table, continues_text, i * call.num_computed, forbidden, follow)
             self._handles.append(handle)
             if isinstance(handle, RequestHandle):
                 self._courses[handle.request.request_id] = Course.of(self._request_id, handle.request, self._clock())

@@ -20,7 +20,6 @@ from core.plan import RunnerLimits
 from server.api.decoding import parse_object
 from server.api.models import ServedModel
 from server.api.ollama import LATEST
-from server.backend import Backend
 from server.clock import Clock
 from server.engine_client import EngineClient
 from server.gate.admission import Admission
@@ -31,6 +30,7 @@ from server.ledger.ledger import Ledger
 from server.observing.metrics import Metrics
 from server.observing.recorder import Recorder
 from server.prompts import PromptReader, find_model, usable
+from server.relay import Relay
 from server.resumable import ResumableStreams
 from server.wire.stream import HttpStream
 
@@ -112,8 +112,22 @@ class Active(Protocol):
     def fail(self, error: ServiceError) -> None: ...
 
 
+class Backend(NamedTuple):
+    """Who answers for a model: the engine of this process, or upstreams.
+
+    Args:
+        reader: reads bodies, and makes the engine's requests of them.
+        engine: takes requests, and calls a DeltaSink with what comes of them.
+        admission: of its requests.
+    """
+
+    reader: PromptReader | Relay
+    engine: EngineClient | Relay
+    admission: Admission
+
+
 class OwnBackend(NamedTuple):
-    """The engine of this process: see Backend."""
+    """The engine of this process."""
 
     reader: PromptReader
     engine: EngineClient

@@ -25,12 +25,12 @@ from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits, tasks_of
 from server.api.models import ServedModel, ServerCard, adapter_card
 from server.api.replies import Surface
-from server.backend import CountTokens
 from server.clock import Clock
 from server.engine_thread import Inbox
 from server.grammar_guard import GuardedCompiler
 from server.model_files import ModelFiles, context_of, read_model_files
 from server.prompts import PromptReader
+from server.relay import CountTokens
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
 

@@ -24,7 +24,6 @@ from server import __version__
 from server.adapters import Adapters
 from server.api.models import ServerCard
 from server.app import App, Readiness
-from server.backend import Backend, CountTokens
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.batches.runner import Batches
 from server.batches.store import FileLimits, Quota, Store
@@ -37,7 +36,7 @@ from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import PERIOD_LIMITS, Used, period_of
-from server.generations import Generations, OwnBackend
+from server.generations import Backend, Generations, OwnBackend
 from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
@@ -57,7 +56,7 @@ from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.observing.recorder import Recorder
 from server.own_processes import Processes, home_of_sockets
-from server.relay import Relay
+from server.relay import CountTokens, Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
 from server.upstream.pool import Pool, access_to

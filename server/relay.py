@@ -30,7 +30,6 @@ from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, RequestLimits, TokenWishes, check_range
 from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
-from server.backend import CountTokens
 from server.clock import Clock, DeadlineTimer
 from server.engine_client import NOT_YET, DeltaSink, LoopWork, SequenceProgress
 from server.gate.admission import Admission
@@ -70,6 +69,8 @@ LINGER_S = 0.5  # for the end of an answer, after its last event
 MAX_HOPS = 8  # of a request through gateways
 ASK_S = 60.0  # for an answer without generation
 
+CountTokens = Callable[[Surface, bytes], list[tuple[int, ...]]]  # a body's prompts as ids; raises ServiceError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayDemand:
@@ -94,7 +95,7 @@ class RelayDemand:
 
 
 class Relay:
-    """The `PromptSource` and `TokenSource` of one model.
+    """The reader and the engine of one model: see Backend, PromptReader and EngineClient.
 
     Args:
         request_limits: of n and prompts.
@@ -135,7 +136,7 @@ class Relay:
         else:
             logger.error("the tokenizer of %s cannot be used, bytes are counted: %s", self.cards[0].id, error)
 
-    # PromptSource.
+    # What a PromptReader does.
 
     def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Passed:
         """
@@ -255,7 +256,7 @@ class Relay:
         reply: Callable[..., Any] = partial(PassedReply, PASSAGES[surface])
         return surface._replace(stream=reply, whole=reply)
 
-    # TokenSource.
+    # What an EngineClient does.
 
     def submit(self, request: RelayDemand, sink: DeltaSink, *of_engine: Any, **also: Any) -> "RelayHandle":
         """Arguments beyond the sink are the engine's: an upstream does that by itself."""
@@ -310,7 +311,7 @@ def _hops_on() -> tuple[bytes, bytes]:
 
 
 class RelayHandle:
-    """A request on its way to an upstream and back: the `Handle` of a relay, and the `Reader` of its answer.
+    """A request on its way to an upstream and back: see RequestHandle. The `Reader` of its answer.
 
     It goes out in the turn in which it is submitted, if an upstream has room and an open connection; otherwise a task
     waits for that. Until the head of an answer has come that is passed on, it may be sent elsewhere: once within a

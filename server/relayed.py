@@ -118,7 +118,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A body, ready to be sent: `Prompts` of a relay.
+    """A body, ready to be sent: `Prepared` of a relay.
 
     Args:
         prompt: all prompts, estimated, and what may be cached of them.

@@ -53,7 +53,6 @@ ROOMS = (
         "engine_thread",
         "grammar_guard",
         "own_processes",
-        "backend",
         "resumable",
         "generation",
         "generations",
