@@ -311,35 +311,6 @@ _EVENTS = {
 }
 
 
-class _Items:
-    """The output of one response, item by item."""
-
-    def __init__(self, context: ReplyContext) -> None:
-        self.items: list[_Item] = []
-        self._context = context
-
-    def open(self, kind: type[Part] = Text, call: CallBegin | None = None) -> _Item:
-        number = len(self.items)
-        suffix = f"_{number}" if number else ""
-        self.items.append(_Item(f"{_PREFIXES[kind]}_{self._context.reply_id}{suffix}", number, kind, call))
-        return self.items[-1]
-
-    def begins(self, part: Part) -> type[Part] | None:
-        """The kind of the item that a part of the answer begins; None: it goes on with the last one."""
-        if isinstance(part, CallBegin):
-            return Arguments
-        return None if self.items and self.items[-1].kind is type(part) else type(part)
-
-    @property
-    def last(self) -> _Item | None:
-        return self.items[-1] if self.items else None
-
-    def documents(self, status: str) -> list[dict[str, Any]]:
-        """All of them; the last one has the status, those before it are complete."""
-        statuses = ["completed"] * (len(self.items) - 1) + [status]
-        return [item.document(self._context, one) for item, one in zip(self.items, statuses, strict=True)]
-
-
 class ResponseStream:
     """Implements replies.StreamReply: items one after the other. No [DONE]: the last event ends it.
 
@@ -361,19 +332,19 @@ class ResponseStream:
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._call = call
         self._context = context
-        self._items = _Items(context)
+        self._items: list[_Item] = []
         self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._num_events = 0  # written: the next sequence_number
         self._before_end: tuple[int, int] | None = None  # events and items, before its end was composed
         self._reason: FinishReason | None = None
-        self._head = b"" if self._parser is not None else self._text_head(self._items.open())
+        self._head = b"" if self._parser is not None else self._text_head(self._open(Text))
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not written yet
 
     def start(self) -> bytes:
         response = _response(self._call, self._context, "in_progress")
         events = self._event("response.created", {"response": response})
         events += self._event("response.in_progress", {"response": response})
-        return events if self._parser is not None else events + self._announced(self._items.items[0])
+        return events if self._parser is not None else events + self._announced(self._items[0])
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         if delta.finish_reason is not None:
@@ -384,7 +355,7 @@ class ResponseStream:
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
         entries = logprob_entries(delta.logprobs, self._context)
-        item = self._items.items[0]
+        item = self._items[0]
         item.texts.append(delta.text)
         item.logprobs += entries
         return self._event("response.output_text.delta", _place(item) | {"logprobs": entries, "delta": delta.text})
@@ -392,7 +363,7 @@ class ResponseStream:
     def text(self, choice: int, text: str) -> bytes:
         if self._parser is not None:
             return self._parts(self._parser.feed(text))
-        self._items.items[-1].texts.append(text)
+        self._items[-1].texts.append(text)
         number = self._num_events
         self._num_events = number + 1
         return self._head + b'%d,"delta":' % number + sse.json_strings[text] + b"}\n\n"
@@ -401,19 +372,35 @@ class ResponseStream:
         """None: events are numbered, and the last ones repeat the text."""
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
-        reason = self._reason or FinishReason.STOP
-        self._before_end = self._num_events, len(self._items.items)
-        events = b"" if self._items.items else self._opened(Text)
-        events += self._closed(_item_status(reason))
-        output = self._items.documents(_item_status(reason))
-        response = _finished(self._call, self._context, reason, output, usage) | extras
+        self._before_end = self._num_events, len(self._items)
+        events = b"" if self._items else self._opened(Text)
+        response = self.document(usage) | extras
+        events += self._closed(response["status"])
         return events + self._event(f"response.{response['status']}", {"response": response})
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """The whole response, once its last delta has come."""
+        if not self._items:
+            self._open(Text)
+        status = "incomplete" if self._reason in _INCOMPLETE else "completed"
+        response = _response(self._call, self._context, status)
+        if self._reason in _INCOMPLETE:
+            response["incomplete_details"] = {"reason": _INCOMPLETE[self._reason]}
+        response["output"] = self._documents(status)
+        response["usage"] = {
+            "input_tokens": usage.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.num_completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
+            "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        }
+        return response
 
     def error(self, error: ServiceError) -> bytes:
         """Closes the item with the text so far, and fails the response, whose end may have been composed in vain."""
         if self._before_end is not None:
             self._num_events, num_items = self._before_end
-            del self._items.items[num_items:]
+            del self._items[num_items:]
         events = self._closed("incomplete")
         response = _response(self._call, self._context, "failed") | {
             "error": {
@@ -422,7 +409,7 @@ class ResponseStream:
                 "type": error.code,
                 "param": error.param,
             },
-            "output": self._items.documents("incomplete"),
+            "output": self._documents("incomplete"),
         }
         return events + self._event("response.failed", {"response": response})
 
@@ -431,12 +418,12 @@ class ResponseStream:
 
     def _added(self, part: Part) -> bytes:
         """The events of one part of the answer."""
-        events, kind = b"", self._items.begins(part)
-        if kind is not None:
-            events = self._closed("completed") + self._opened(kind, part if isinstance(part, CallBegin) else None)
         if isinstance(part, CallBegin):
-            return events
-        item = self._items.items[-1]
+            return self._closed("completed") + self._opened(Arguments, part)
+        events = b""
+        if not self._items or self._items[-1].kind is not type(part):
+            events = self._closed("completed") + self._opened(type(part))
+        item = self._items[-1]
         item.texts.append(part.text)
         fields = {"item_id": item.id, "output_index": item.index} if item.call else _place(item)
         entries, self._logprobs = self._logprobs, []
@@ -445,8 +432,19 @@ class ResponseStream:
             fields["logprobs"] = entries
         return events + self._event(f"{item.event}.delta", fields | {"delta": part.text})
 
+    def _open(self, kind: type[Part], call: CallBegin | None = None) -> _Item:
+        number = len(self._items)
+        suffix = f"_{number}" if number else ""
+        self._items.append(_Item(f"{_PREFIXES[kind]}_{self._context.reply_id}{suffix}", number, kind, call))
+        return self._items[-1]
+
     def _opened(self, kind: type[Part], call: CallBegin | None = None) -> bytes:
-        return self._announced(self._items.open(kind, call))
+        return self._announced(self._open(kind, call))
+
+    def _documents(self, status: str) -> list[dict[str, Any]]:
+        """All items; the last one has the status, those before it are complete."""
+        statuses = ["completed"] * (len(self._items) - 1) + [status]
+        return [item.document(self._context, one) for item, one in zip(self._items, statuses, strict=True)]
 
     def _announced(self, item: _Item) -> bytes:
         fields = {"output_index": item.index, "item": item.document(self._context, "in_progress")}
@@ -463,9 +461,9 @@ class ResponseStream:
 
     def _closed(self, status: str) -> bytes:
         """The events that end the item that is open."""
-        item = self._items.last
-        if item is None:
+        if not self._items:
             return b""
+        item = self._items[-1]
         document = item.document(self._context, status)
         if item.call is not None:
             done = {"item_id": item.id, "output_index": item.index, "name": item.call.name}
@@ -484,36 +482,22 @@ class ResponseStream:
 
 
 class ResponseDocument(WholeReply):
+    """What a stream comes to."""
+
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         super().__init__(call, context)
-        self._entries: list[list[dict[str, Any]]] = []  # where logprobs are asked for: of each piece of the text
+        self._stream = ResponseStream(call, context)
 
     def add_logprobs(self, choice: int, delta: Delta) -> None:
-        self._entries.append(logprob_entries(delta.logprobs or (), self._context))
+        self._stream.delta(choice, delta)
 
     def document(self, usage: Usage) -> dict[str, Any]:
-        (texts,), (reason,) = self.texts, self._reasons
-        items = _Items(self._context)
-        parser = answer_parser(self._call.thought, self._call.tools, self._call.constraint)
-        entries = self._entries or [[] for _ in texts]
-        waiting: list[dict[str, Any]] = []
-        if parser is None:
-            items.open().texts = texts
-            items.items[0].logprobs = [one for some in entries for one in some]
-        else:
-            for text, some, end in [*((*one, None) for one in zip(texts, entries, strict=True)), ("", [], reason)]:
-                waiting += some
-                for part in parts_of(parser, text, end, self._stop_reasons[0]):
-                    if (kind := items.begins(part)) is not None:
-                        items.open(kind, part if isinstance(part, CallBegin) else None)
-                    if not isinstance(part, CallBegin):
-                        item = items.items[-1]
-                        item.texts.append(part.text)
-                        item.logprobs += waiting if item.kind is Text else []
-                        waiting = []
-            if not items.items:
-                items.open()
-        return _finished(self._call, self._context, reason, items.documents(_item_status(reason)), usage)
+        if self._call.tokens.num_logprobs is None:  # with them, all deltas have passed add_logprobs
+            text, stop = "".join(self.texts[0]), self._stop_reasons[0]
+            stop_string = stop if isinstance(stop, str) else None
+            delta = Delta(text=text, num_tokens=0, finish_reason=self._reasons[0], stop_string=stop_string)
+            self._stream.delta(0, delta)
+        return self._stream.document(usage)
 
 
 def input_tokens_reply(num_tokens: int) -> bytes:
@@ -523,27 +507,6 @@ def input_tokens_reply(num_tokens: int) -> bytes:
 
 def _place(item: _Item) -> dict[str, Any]:
     return {"item_id": item.id, "output_index": item.index, "content_index": 0}
-
-
-def _item_status(reason: FinishReason) -> str:
-    return "incomplete" if reason in _INCOMPLETE else "completed"
-
-
-def _finished(
-    call: GenerationCall, context: ReplyContext, reason: FinishReason, output: list[dict[str, Any]], usage: Usage
-) -> dict[str, Any]:
-    response = _response(call, context, _item_status(reason))
-    if reason in _INCOMPLETE:
-        response["incomplete_details"] = {"reason": _INCOMPLETE[reason]}
-    response["output"] = output
-    response["usage"] = {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.num_completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
-        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-    }
-    return response
 
 
 def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[str, Any]:
