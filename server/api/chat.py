@@ -25,6 +25,7 @@ from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answ
 from server.api.replies import (
     ChunkStream,
     Envelope,
+    Extras,
     LogprobEntry,
     PartialUsage,
     Reason,
@@ -244,7 +245,7 @@ class ChatStream(ChunkStream):
 
 
 class ChatDocument(WholeReply):
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         wishes, context = self._call.tokens, self._context
         answer = envelope(context, ID_PREFIX, "chat.completion")
         answer["choices"] = [self._choice(choice) for choice in range(len(self.texts))]
@@ -253,7 +254,7 @@ class ChatDocument(WholeReply):
             answer["prompt_logprobs"] = self._prompt_logprobs[0]
         if wishes.returns_ids:
             answer["prompt_token_ids"] = context.prompt_ids[0]
-        return answer
+        return answer | extras
 
     def _choice(self, choice: int) -> dict[str, Any]:
         wishes, reason = self._call.tokens, wire_reason(self._reasons[choice])

@@ -27,6 +27,7 @@ from server.api.known_fields import rules_of
 from server.api.replies import (
     ChunkStream,
     Envelope,
+    Extras,
     PartialUsage,
     Reason,
     ReplyContext,
@@ -324,9 +325,9 @@ class CompletionDocument(WholeReply):
     def add_logprobs(self, choice: int, delta: Delta) -> None:
         self._legacy[choice].add(delta)
 
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         choices = [self._choice(choice) for choice in range(len(self.texts))]
-        return _envelope(self._context) | {"choices": choices, "usage": usage_object(usage)}
+        return _envelope(self._context) | {"choices": choices, "usage": usage_object(usage)} | extras
 
     def _choice(self, choice: int) -> dict[str, Any]:
         call, context = self._call, self._context

@@ -209,15 +209,11 @@ class Document(WholeReply):
     def add_logprobs(self, choice: int, delta: Delta) -> None:
         self._told += delta.logprobs or ()
 
-    def end(self, usage: Usage, extras: Extras) -> bytes:
-        self._extras = extras
-        return super().end(usage, {})
-
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         text = "".join(self.texts[0])
         answer = _part(self._context, text, is_last=True) | {"has_new_line": "\n" in text}
         answer |= _tokens(self._call.wire, self._context, self._told)
-        answer |= _end(usage, self._reasons[0], self._stop_string, self._extras)
+        answer |= _end(usage, self._reasons[0], self._stop_string, extras)
         return shown(answer, self._call.wire.response_fields)
 
 

@@ -6,7 +6,7 @@ role tool. Thread: loop, or wherever a long body is parsed.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -369,29 +369,18 @@ class _Block:
     texts: list[str] = field(default_factory=list)
 
     def opening(self) -> dict[str, Any]:
-        return self._document({"text": "", "thinking": "", "tool_use": {}}[self.kind])
+        return replace(self, texts=[]).document()
 
     def document(self) -> dict[str, Any]:
         text = "".join(self.texts)
-        return self._document(_input_of(text) if self.kind == "tool_use" else text)
-
-    def _document(self, content: Any) -> dict[str, Any]:
-        match self.kind:
-            case "text":
-                return {"type": "text", "text": content}
-            case "thinking":
-                return {"type": "thinking", "thinking": content, "signature": ""}
-            case "tool_use":
-                return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": content}
+        if self.kind == "tool_use":
+            return {"type": self.kind, "id": self.call_id, "name": self.name, "input": _input_of(text)}
+        return {"type": self.kind, self.kind: text} | ({"signature": ""} if self.kind == "thinking" else {})
 
     def delta(self, text: str) -> dict[str, Any]:
-        match self.kind:
-            case "text":
-                return {"type": "text_delta", "text": text}
-            case "thinking":
-                return {"type": "thinking_delta", "thinking": text}
-            case "tool_use":
-                return {"type": "input_json_delta", "partial_json": text}
+        if self.kind == "tool_use":
+            return {"type": "input_json_delta", "partial_json": text}
+        return {"type": f"{self.kind}_delta", self.kind: text}
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
@@ -520,14 +509,14 @@ class MessageDocument(WholeReply):
         if delta.finish_reason is not None:
             self._last = delta
 
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         blocks = _Blocks(self._call, self._context)
         for part in parts_of(blocks.parser, "".join(self.texts[0]), self._reasons[0], self._stop_reasons[0]):
             blocks.add(part)
         if blocks.parser is None and not blocks.all:
             blocks.all.append(_Block("text"))
-        content = [block.document() for block in blocks.all]
-        return _message(self._context) | {"content": content, **blocks.stop_reason(self._last), "usage": _usage(usage)}
+        content, stop = [block.document() for block in blocks.all], blocks.stop_reason(self._last)
+        return _message(self._context) | {"content": content, **stop, "usage": _usage(usage), **extras}
 
 
 def models_reply(models: Sequence[ServedModel], query: Mapping[str, list[str]]) -> bytes:

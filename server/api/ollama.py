@@ -359,11 +359,7 @@ class OllamaStream:
 
 
 class OllamaDocument(WholeReply):
-    def end(self, usage: Usage, extras: Extras) -> bytes:
-        self._extras = extras
-        return super().end(usage, {})
-
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         lines = _Lines(self._call, self._context)
         said: dict[str, Any] = {"role": "assistant", "content": ""} if lines.is_chat else {"response": ""}
         for part in lines.parts("".join(self.texts[0]), self._reasons[0], self._stop_reasons[0]):
@@ -371,7 +367,7 @@ class OllamaDocument(WholeReply):
                 if name != "role" and value:
                     said[name] = said[name] + value if name in said else value
         lines.logprobs = self._logprobs[0]
-        return lines.last({"message": said} if lines.is_chat else said, self._reasons[0], usage, self._extras)
+        return lines.last({"message": said} if lines.is_chat else said, self._reasons[0], usage, extras)
 
 
 class OllamaError(TypedDict):

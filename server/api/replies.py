@@ -237,9 +237,9 @@ class WholeReply:
         for reason in self._reasons:
             if reason not in WIRE_REASONS:
                 raise cut_short(reason)
-        return sse.json_line(self.document(usage) | extras)
+        return sse.json_line(self.document(usage, extras))
 
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         raise NotImplementedError
 
 

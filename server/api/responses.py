@@ -374,11 +374,11 @@ class ResponseStream:
     def end(self, usage: Usage, extras: Extras) -> bytes:
         self._before_end = self._num_events, len(self._items)
         events = b"" if self._items else self._opened(Text)
-        response = self.document(usage) | extras
+        response = self.document(usage, extras)
         events += self._closed(response["status"])
         return events + self._event(f"response.{response['status']}", {"response": response})
 
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         """The whole response, once its last delta has come."""
         if not self._items:
             self._open(Text)
@@ -394,7 +394,7 @@ class ResponseStream:
             "output_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         }
-        return response
+        return response | extras
 
     def error(self, error: ServiceError) -> bytes:
         """Closes the item with the text so far, and fails the response, whose end may have been composed in vain."""
@@ -491,13 +491,13 @@ class ResponseDocument(WholeReply):
     def add_logprobs(self, choice: int, delta: Delta) -> None:
         self._stream.delta(choice, delta)
 
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         if self._call.tokens.num_logprobs is None:  # with them, all deltas have passed add_logprobs
             text, stop = "".join(self.texts[0]), self._stop_reasons[0]
             stop_string = stop if isinstance(stop, str) else None
             delta = Delta(text=text, num_tokens=0, finish_reason=self._reasons[0], stop_string=stop_string)
             self._stream.delta(0, delta)
-        return self._stream.document(usage)
+        return self._stream.document(usage, extras)
 
 
 def input_tokens_reply(num_tokens: int) -> bytes:

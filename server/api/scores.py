@@ -24,7 +24,7 @@ from server.api.embeddings import (
 )
 from server.api.fields import DefaultsOf, GenerationCall, GenerationDefaults, PairPrompt, Prompt, TextPrompt
 from server.api.known_fields import rules_of
-from server.api.replies import ReplyContext, Surface, WholeReply
+from server.api.replies import Extras, ReplyContext, Surface, WholeReply
 
 MOST_CHARS = 16_000_000  # of all pairs, in each of which the query is tokenized anew
 
@@ -125,7 +125,7 @@ class ScoresReply(WholeReply):
 class RerankDocument(ScoresReply):
     returns_documents = True
 
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         wire, scores = self._call.wire, self.scores()
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: wire.top_n]
         shows = self.returns_documents if wire.return_documents is None else wire.return_documents
@@ -139,19 +139,20 @@ class RerankDocument(ScoresReply):
             "model": context.model,
             "results": results,
             "usage": pooled_usage(usage),
+            **extras,
         }
 
 
 class CohereDocument(RerankDocument):
     returns_documents = False
 
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         units = {"billed_units": {"search_units": 1}, "tokens": {"input_tokens": usage.num_prompt_tokens}}
-        return super().document(usage) | {"meta": {"api_version": {"version": "2"}, **units}}
+        return super().document(usage, extras) | {"meta": {"api_version": {"version": "2"}, **units}}
 
 
 class ScoreDocument(ScoresReply):
-    def document(self, usage: Usage) -> dict[str, Any]:
+    def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         context = self._context
         return {
             "id": f"score-{context.reply_id}",
@@ -160,6 +161,7 @@ class ScoreDocument(ScoresReply):
             "model": context.model,
             "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(self.scores())],
             "usage": pooled_usage(usage),
+            **extras,
         }
 
 
