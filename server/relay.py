@@ -49,7 +49,6 @@ from server.relayed import (
     Passage,
     Passed,
     PassedReply,
-    RelayedDelta,
     UpstreamAnswer,
     address_to,
     checked_prompt,
@@ -388,7 +387,7 @@ class RelayHandle:
             return
         for sequence in unfinished:
             sequence.is_finished = True
-            self.sink.on_delta(sequence.choice, RelayedDelta(text="", num_tokens=0, finish_reason=reason), now_s)
+            self.sink.on_delta(sequence.choice, Part(finish_reason=reason), now_s)
         self.cancel(reason)
 
     def pause(self) -> None:
@@ -551,16 +550,15 @@ class RelayHandle:
     def _take(self, part: Part, now_s: float) -> None:
         for choice in part.texts:
             self._count(self.sequences[choice], now_s)
-        ends: list[tuple[int, FinishReason | None]] = [
-            (choice, reason) for choice, reason in part.ends.items() if not self.sequences[choice].is_finished
-        ]
-        event = part.data
-        for choice, reason in ends or ([(0, None)] if event else []):
-            self.sequences[choice].is_finished |= reason is not None
+        ends = [choice for choice in part.ends if not self.sequences[choice].is_finished]
+        if not ends and part.data and not self._is_cancelled:
+            self.sink.on_delta(0, part, now_s)
+        for choice in ends:
+            self.sequences[choice].is_finished = True
             if not self._is_cancelled:
-                delta = RelayedDelta(text=" ", num_tokens=0, finish_reason=reason, event=event, is_last=part.is_last)
+                written = part if choice == ends[0] else Part(is_last=part.is_last)
+                delta = msgspec.structs.replace(written, finish_reason=part.ends[choice])
                 self.sink.on_delta(choice, delta, now_s)
-            event = b""
 
     def _count(self, sequence: SequenceProgress, now_s: float) -> None:
         is_first, sequence.last_s = sequence.last_s == NOT_YET, now_s

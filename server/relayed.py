@@ -1,6 +1,6 @@
 """What passes: a body, as an upstream gets it, and its answer: what it says of text, ends and usage. Thread: loop.
 
-    bytes ─▶ UpstreamAnswer.push, document ─▶ Part ─▶ RelayedDelta ─▶ PassedReply ─▶ client
+    bytes ─▶ UpstreamAnswer.push, document ─▶ Part ─▶ PassedReply ─▶ client
 
 Its id and model become ours. All else passes as it came, comments between events excepted.
 """
@@ -285,13 +285,22 @@ def usage_of(told: Mapping[str, Any]) -> Usage:
     return Usage(prompt, completion, cached, min(count("reasoning_tokens"), completion))
 
 
-class Part(NamedTuple):
-    """An event or a document."""
+class Part(Delta, frozen=True, kw_only=True):
+    """An event or a document.
 
-    data: bytes  # as it goes on; empty: nothing does
-    texts: tuple[int, ...] = ()  # choices of which it has text
-    ends: Mapping[int, FinishReason] = {}  # choices that end with it, and why
-    is_last: bool = False  # it is written once the answer is settled
+    Args:
+        data: as it goes on; empty: nothing does.
+        texts: choices of which it has text.
+        ends: choices that end with it, and why.
+        is_last: it is written once the answer is settled.
+    """
+
+    text: str = " "  # so that it is written
+    num_tokens: int = 0
+    data: bytes = b""
+    texts: tuple[int, ...] = ()
+    ends: Mapping[int, FinishReason] = {}
+    is_last: bool = False
 
 
 class UpstreamAnswer:
@@ -346,7 +355,7 @@ class UpstreamAnswer:
         for name, event in () if self.is_done else self._events.push(data):
             if self.is_done:
                 return
-            part = Part(b"") if event is None else self._read(name, event)
+            part = Part() if event is None else self._read(name, event)
             self._bound(part, after_s)
             yield part
 
@@ -381,7 +390,7 @@ class UpstreamAnswer:
         if shown_fields is not None:
             renamed = _encode(llama_server.shown(msgspec.json.decode(renamed), shown_fields))
         self.is_done = True
-        return Part(renamed, tuple(ends), ends, is_last=True)
+        return Part(data=renamed, texts=tuple(ends), ends=ends, is_last=True)
 
     def estimated(self) -> Usage:
         """By what has come: a token for each event with text, or for BYTES_PER_TOKEN of a document."""
@@ -424,7 +433,7 @@ class UpstreamAnswer:
         """An event, or a line."""
         if data == b"[DONE]":
             self.is_done = True
-            return Part(b"")
+            return Part()
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
@@ -435,17 +444,19 @@ class UpstreamAnswer:
         framed = renamed + b"\n" if self._form == "lines" else sse.event(renamed, event_name)
         if self._asked.passage.is_parts:
             self.is_done = message.done or message.stop is True
-            return Part(framed, (), {0: message.finish_reason}, True) if self.is_done else Part(framed, (0,))
+            if self.is_done:
+                return Part(data=framed, ends={0: message.finish_reason}, is_last=True)
+            return Part(data=framed, texts=(0,))
         if self._form == "names":
             return self._read_named(message, framed)
         if message.choices:
             self._check(message.choices)
             texts = tuple([one.index for one in message.choices if any(one.said)])
             ends = {one.index: one.reason for one in message.choices if one.finish_reason is not None}
-            return Part(framed, texts, ends)
+            return Part(data=framed, texts=texts, ends=ends)
         if message.usage is not None and not self._call.includes_usage:
-            return Part(b"")
-        return Part(framed, is_last=message.usage is not None)
+            return Part()
+        return Part(data=framed, is_last=message.usage is not None)
 
     def _read_named(self, message: _Message, framed: bytes) -> Part:
         """Of responses or messages."""
@@ -453,11 +464,11 @@ class UpstreamAnswer:
         if kind == "response.failed":
             raise UpstreamFault(f"it ended its answer with an error: {_told(inner and inner.error)}")
         if (kind.startswith("response.") and inner is None) or kind not in (*_ENDS, *_LASTS):
-            return Part(framed, (0,) if kind.endswith(".delta") or kind == "content_block_delta" else ())
+            return Part(data=framed, texts=(0,) if kind.endswith(".delta") or kind == "content_block_delta" else ())
         self.is_done = kind in _LASTS
         ended = message.delta if kind == "message_delta" else inner
         reason = ended.finish_reason if isinstance(ended, _Message) else FinishReason.STOP
-        return Part(framed, (), {0: reason} if kind in _ENDS else {}, True)
+        return Part(data=framed, ends={0: reason} if kind in _ENDS else {}, is_last=True)
 
     def _check(self, choices: list[_Choice]) -> None:
         for one in choices:
@@ -514,13 +525,6 @@ def _told(error: Any) -> str:
 # What is written.
 
 
-class RelayedDelta(Delta, frozen=True, kw_only=True):
-    """See Part. Args: event: whole events of a stream, or the document."""
-
-    event: bytes = b""
-    is_last: bool = False
-
-
 class PassedReply:
     """Writes what an upstream has written: as a StreamReply that gets no texts, and as a WholeReply."""
 
@@ -536,12 +540,12 @@ class PassedReply:
         return b""
 
     def delta(self, choice: int, delta: Delta) -> bytes:
-        assert isinstance(delta, RelayedDelta)
+        assert isinstance(delta, Part)
         if delta.is_last:
-            self._last += delta.event
+            self._last += delta.data
             return b""
-        if delta.event or delta.finish_reason is None:
-            return delta.event
+        if delta.data or delta.finish_reason is None:
+            return delta.data
         # The choice was ended here
         content: dict[str, Any] = {"delta": {}} if self._passage.prefix == chat.ID_PREFIX else {"text": ""}
         return self._chunk(choices=[{"index": choice, **content, "finish_reason": delta.finish_reason.value}])
