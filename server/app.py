@@ -262,6 +262,7 @@ class MethodNotAllowed(ServiceError):
         self.allowed = allowed
 
 
+@dataclass(eq=False, repr=False)
 class App:
     """Answers every request of every connection. The start of the server sets some attributes later, one by one.
 
@@ -284,40 +285,31 @@ class App:
         offload: runs disk work on another thread.
     """
 
-    def __init__(
-        self,
-        find_route: Callable[[str, str], tuple[Route, str]],
-        readiness: Readiness,
-        gate: Gate,
-        metrics: Metrics,
-        clock: Clock,
-        new_request_id: Callable[[], str],
-        cross_origin: CrossOrigin | None = None,
-        new_span_id: Callable[[], str] = lambda: token_hex(8),
-        metrics_need_key: bool = True,
-    ) -> None:
-        self.readiness = readiness
-        self.metrics = metrics
-        self.clock = clock
-        self.new_span_id = new_span_id
-        self.accounting = Accounting(metrics, clock)
-        self.find_route = find_route
-        self.gate = gate
-        self._new_request_id = new_request_id
-        self._metrics_need_key = metrics_need_key
-        self._cross_origin = cross_origin or CrossOrigin()
-        self.exchanges: dict[HttpStream, Exchange] = {}
-        self.generations: Generations | None = None
-        self.card: ServerCard | None = None
-        self.adapters: Adapters | None = None
-        self.listener: Listener | None = None
-        self.drain: Callable[[], float] | None = None
-        self.local_models: LocalModels | None = None
-        self.responses: Responses | None = None
-        self.batches: Batches | None = None
-        self.live: Live | None = None
-        self.offload: Offload = at_once
-        self.request_limits = RequestLimits()
+    find_route: Callable[[str, str], tuple[Route, str]]
+    readiness: Readiness
+    gate: Gate
+    metrics: Metrics
+    clock: Clock
+    _new_request_id: Callable[[], str]
+    _cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
+    new_span_id: Callable[[], str] = lambda: token_hex(8)
+    metrics_need_key: bool = True
+    accounting: Accounting = field(init=False)
+    exchanges: dict[HttpStream, Exchange] = field(default_factory=dict)
+    generations: Generations | None = None
+    card: ServerCard | None = None
+    adapters: Adapters | None = None
+    listener: Listener | None = None
+    drain: Callable[[], float] | None = None
+    local_models: LocalModels | None = None
+    responses: Responses | None = None
+    batches: Batches | None = None
+    live: Live | None = None
+    offload: Offload = at_once
+    request_limits: RequestLimits = field(default_factory=RequestLimits)
+
+    def __post_init__(self) -> None:
+        self.accounting = Accounting(self.metrics, self.clock)
 
     # What handlers ask.
 
@@ -478,7 +470,7 @@ class App:
                 exchange.stream.common_headers += ((exchange.errors.id_header, exchange.request_id.encode()),)
         exchange.asks_generation = route.needs_tokens
         exchange.stream.common_headers += route.headers
-        if route.scope is not None and (self._metrics_need_key or route.scope is not Scope.METRICS):
+        if route.scope is not None and (self.metrics_need_key or route.scope is not Scope.METRICS):
             known = None if exchange.identify is None else exchange.identify()
             exchange.caller = known or await self.gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)

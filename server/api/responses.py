@@ -317,18 +317,6 @@ class ResponseStream:
     Without tools and thoughts there is one message item with one text part, and its place is known from the start.
     """
 
-    __slots__ = (
-        "_before_end",
-        "_call",
-        "_context",
-        "_head",
-        "_items",
-        "_logprobs",
-        "_num_events",
-        "_parser",
-        "_reason",
-    )
-
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._call = call
         self._context = context

@@ -124,6 +124,7 @@ class _Running:
         return not self.num_asked and not (left and self.batch.status is Status.IN_PROGRESS)
 
 
+@dataclass(eq=False, repr=False)
 class Batches:
     """
     Args:
@@ -134,43 +135,34 @@ class Batches:
         unix: seconds since 1970.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        limits: FileLimits,
-        offload: Offload,
-        handle: Handle,
-        identify: Callable[[Credential], Caller],
-        may_begin: Callable[[], bool],
-        num_slots: Callable[[], int | None],
-        is_busy: Callable[[], bool],
-        unix: Callable[[], float],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self.store = store
-        self.limits = limits
-        self.offload = offload
-        self._handle = handle
-        self._identify = identify
-        self._may_begin = may_begin
-        self._num_slots = num_slots
-        self._is_busy = is_busy
-        self._unix = unix
-        self._loop = loop
-        self._running: dict[str, _Running] = {}
-        self._turns: deque[str] = deque()  # tenants
-        self._streams: set[HttpStream] = set()  # of lines in progress
-        self._released = asyncio.Event()  # unset while lines give way
+    store: Store
+    limits: FileLimits
+    offload: Offload
+    _handle: Handle
+    _identify: Callable[[Credential], Caller]
+    _may_begin: Callable[[], bool]
+    _num_slots: Callable[[], int | None]
+    _is_busy: Callable[[], bool]
+    _unix: Callable[[], float]
+    _loop: asyncio.AbstractEventLoop
+    _running: dict[str, _Running] = field(default_factory=dict)
+    _turns: deque[str] = field(default_factory=deque)  # tenants
+    _streams: set[HttpStream] = field(default_factory=set)  # of lines in progress
+    _released: asyncio.Event = field(default_factory=asyncio.Event)  # unset while lines give way
+    _busy_s: float = -math.inf  # see give_way
+    _held_s: float = -math.inf
+    _turn_until_s: float = -math.inf
+    _unwritten: list[tuple[_Running, Answer]] = field(default_factory=list)
+    _is_writing: bool = False
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    _timer: asyncio.TimerHandle | None = None
+    _sweeper: asyncio.TimerHandle | None = None
+    _hold_timer: asyncio.TimerHandle | None = None
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
         self._released.set()
-        self._busy_s = self._held_s = self._turn_until_s = -math.inf  # see give_way
-        self._unwritten: list[tuple[_Running, Answer]] = []
-        self._is_writing = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._context = contextvars.copy_context()
-        self._timer: asyncio.TimerHandle | None = None
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._hold_timer: asyncio.TimerHandle | None = None
-        self._is_closed = False
 
     def start(self) -> None:
         """Go on with what the last process left. The loop runs."""

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from calendar import timegm
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -320,6 +321,7 @@ def _resized(old: Bucket | None, name: str, rate: int | None, burst: int | None,
     return old
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Ticket:
     """One request and the accounts that limit it: enter, reserve, top_up, settle, leave. Raises only rate_limited.
 
@@ -328,34 +330,15 @@ class Ticket:
         cost_micro: what a usage of a model costs, in millionths of the currency.
     """
 
-    __slots__ = (
-        "_accounts",
-        "_clock",
-        "_cost_micro",
-        "_held",
-        "_is_in",
-        "_micro_reserved",
-        "_price",
-        "caller",
-        "num_reserved",
-    )
-
-    def __init__(
-        self,
-        caller: Caller,
-        accounts: Sequence[QuotaAccount],
-        clock: Callable[[], Moment],
-        cost_micro: CostMicro = lambda model, usage: 0,
-    ) -> None:
-        self.caller = caller
-        self.num_reserved = 0  # tokens
-        self._accounts = accounts
-        self._clock = clock
-        self._cost_micro = cost_micro
-        self._price: Callable[[Usage], int] = lambda usage: 0
-        self._micro_reserved = 0
-        self._held: tuple[tuple[QuotaAccount, tuple[Pool, ...]], ...] = ()  # the pools as of its reservation
-        self._is_in = False
+    caller: Caller
+    _accounts: Sequence[QuotaAccount]
+    _clock: Callable[[], Moment]
+    _cost_micro: CostMicro = lambda model, usage: 0
+    num_reserved: int = 0  # tokens
+    _price: Callable[[Usage], int] = lambda usage: 0
+    _micro_reserved: int = 0
+    _held: tuple[tuple[QuotaAccount, tuple[Pool, ...]], ...] = ()  # the pools as of its reservation
+    _is_in: bool = False
 
     def enter(self, needs_tokens: bool = True) -> None:
         """Count the request, before its body is read; a refused one is not counted.

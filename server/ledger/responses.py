@@ -52,6 +52,7 @@ class _Chain(NamedTuple):
     is_too_long: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Responses:
     """
     Args:
@@ -60,17 +61,10 @@ class Responses:
         offload: runs reads of the disk.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        most_bytes: int,
-        most_history_bytes: int,
-        offload: Callable[[Callable[[], _Chain]], Awaitable[_Chain]],
-    ) -> None:
-        self._ledger = ledger
-        self._most_bytes = most_bytes
-        self._most_history_bytes = most_history_bytes
-        self._offload = offload
+    _ledger: Ledger
+    _most_bytes: int
+    _most_history_bytes: int
+    _offload: Callable[[Callable[[], _Chain]], Awaitable[_Chain]]
 
     def now_us(self) -> int:
         return self._ledger.now_us()

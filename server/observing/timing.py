@@ -5,6 +5,7 @@ stages; nothing is stamped per token.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from core.types import Admitted, Prefilled
@@ -57,6 +58,7 @@ class StageMarks:
         self.entries.append((stage, self._clock()))
 
 
+@dataclass(slots=True, eq=False)
 class StageClock:
     """One request's time. Arguments are monotonic seconds; nanoseconds are kept.
 
@@ -64,7 +66,7 @@ class StageClock:
 
     Attributes:
         accepted_s: its first byte came.
-        arrived_s: its handler began: its place in the queue dates from then.
+        arrived_s: its handler began: its place in the queue dates from then; 0: it has not.
         entries: the stages that it has entered, and when, in nanoseconds.
         first_token_s: its first token was at the loop, or sampled, where that is told at the end (beams).
         end_s: its last token and its usage were at the loop.
@@ -74,30 +76,19 @@ class StageClock:
         upstream: that it was sent to, and its version.
     """
 
-    __slots__ = (
-        "_finished_ns",
-        "accepted_s",
-        "arrived_s",
-        "detokenize_s",
-        "end_s",
-        "entries",
-        "first_token_s",
-        "num_cached_tokens",
-        "num_prefill_chunks",
-        "upstream",
-    )
+    accepted_s: float
+    arrived_s: float = 0.0
+    first_token_s: float | None = None
+    end_s: float | None = None
+    detokenize_s: float = 0.0
+    num_prefill_chunks: int = 0
+    num_cached_tokens: int = 0
+    upstream: str | None = None
+    entries: list[tuple[Stage, int]] = field(init=False)
+    _finished_ns: int | None = None
 
-    def __init__(self, accepted_s: float, arrived_s: float | None = None) -> None:
-        self.accepted_s = accepted_s
-        self.arrived_s = accepted_s if arrived_s is None else arrived_s
-        self.first_token_s: float | None = None
-        self.end_s: float | None = None
-        self.detokenize_s = 0.0
-        self.num_prefill_chunks = 0
-        self.num_cached_tokens = 0
-        self.upstream: str | None = None
-        self.entries: list[tuple[Stage, int]] = [(Stage.HEAD, round(accepted_s * S_NS))]
-        self._finished_ns: int | None = None
+    def __post_init__(self) -> None:
+        self.entries = [(Stage.HEAD, round(self.accepted_s * S_NS))]
 
     @property
     def stage(self) -> Stage | None:

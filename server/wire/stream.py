@@ -56,6 +56,7 @@ class StreamCarrier(Protocol):
         """Call it when the kernel has all that was sent on the stream so far, or never will."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HttpStream:
     """One request and its response. Thread: loop.
 
@@ -78,52 +79,30 @@ class HttpStream:
         on_blocked, on_unblocked: called when is_blocked changes.
     """
 
-    __slots__ = (
-        "_body",
-        "_body_error",
-        "_carrier",
-        "_is_reading",
-        "_waiter",
-        "body_client",
-        "body_is_complete",
-        "common_headers",
-        "has_lost_peer",
-        "is_blocked",
-        "is_open",
-        "late_headers",
-        "num_body_bytes",
-        "on_blocked",
-        "on_disconnect",
-        "on_peer_lost",
-        "on_unblocked",
-        "received_s",
-        "request",
-        "status",
-        "task",
-    )
+    request: HttpRequest
+    _carrier: StreamCarrier
+    received_s: float = 0.0
+    is_open: bool = True
+    has_lost_peer: bool = False
+    status: int | None = None
+    common_headers: Headers = ()
+    late_headers: Callable[[], Headers] | None = None
+    is_blocked: bool = False
+    body_client: str = ""
+    task: asyncio.Task[None] | None = None
+    num_body_bytes: int = 0
+    body_is_complete: bool = field(init=False)
+    on_disconnect: Callable[[], None] | None = None
+    on_peer_lost: Callable[[], bool] | None = None
+    on_blocked: Callable[[], None] | None = None
+    on_unblocked: Callable[[], None] | None = None
+    _body: BytesIO = field(default_factory=BytesIO)  # not the pieces: many small ones would weigh more than they carry
+    _body_error: ServiceError | None = None
+    _is_reading: bool = False
+    _waiter: asyncio.Future[None] | None = None
 
-    def __init__(self, request: HttpRequest, carrier: StreamCarrier, received_s: float = 0.0) -> None:
-        self.request = request
-        self.received_s = received_s
-        self.is_open = True
-        self.has_lost_peer = False
-        self.status: int | None = None
-        self.common_headers: Headers = ()
-        self.late_headers: Callable[[], Headers] | None = None
-        self.is_blocked = False
-        self.body_client = ""
-        self.task: asyncio.Task[None] | None = None
-        self.num_body_bytes = 0
-        self.on_disconnect: Callable[[], None] | None = None
-        self.on_peer_lost: Callable[[], bool] | None = None
-        self.on_blocked: Callable[[], None] | None = None
-        self.on_unblocked: Callable[[], None] | None = None
-        self._carrier = carrier
-        self._body = BytesIO()  # not the pieces: many small ones would weigh more than they carry
-        self.body_is_complete = not request.has_body
-        self._body_error: ServiceError | None = None
-        self._is_reading = False
-        self._waiter: asyncio.Future[None] | None = None
+    def __post_init__(self) -> None:
+        self.body_is_complete = not self.request.has_body
 
     @property
     def peer(self) -> Peer:
@@ -294,6 +273,7 @@ def _too_large(limit_bytes: int) -> ServiceError:
     )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class IncomingBody:
     """One request's body, from when its handler waits for it until it is complete or given up.
 
@@ -309,22 +289,15 @@ class IncomingBody:
         due: when it is too slow, in the loop's seconds.
     """
 
-    __slots__ = ("_limits", "break_down", "client", "due", "num_bytes", "on_room")
+    client: str
+    on_room: Callable[[], None]
+    break_down: Callable[[], None]
+    _limits: ConnectionLimits
+    due: float  # at first: now
+    num_bytes: int = 0
 
-    def __init__(
-        self,
-        client: str,
-        on_room: Callable[[], None],
-        break_down: Callable[[], None],
-        limits: ConnectionLimits,
-        now: float,
-    ) -> None:
-        self.client = client
-        self.num_bytes = 0
-        self.on_room = on_room
-        self.break_down = break_down
-        self._limits = limits
-        self.due = now + limits.body_s
+    def __post_init__(self) -> None:
+        self.due += self._limits.body_s
 
     def receive(self, num_bytes: int, now: float) -> None:
         limits = self._limits
