@@ -335,6 +335,11 @@ class App:
         return self.listener
 
     @property
+    def known_card(self) -> ServerCard:
+        assert self.card is not None, "it comes with the model"
+        return self.card
+
+    @property
     def model_states(self) -> Mapping[str, str]:
         return {} if self.local_models is None else self.local_models.states
 

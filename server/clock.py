@@ -19,6 +19,7 @@ def _never() -> None:
     """No deadline."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DeadlineTimer:
     """One loop timer for an owner with many deadlines: calls `on_due` once the first of them has passed.
 
@@ -29,20 +30,12 @@ class DeadlineTimer:
         next_due: the first deadline in the loop's seconds, or None.
     """
 
-    __slots__ = ("_armed_for", "_handle", "_loop", "_next_due", "_on_due")
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        next_due: Callable[[], float | None],
-        on_due: Callable[[], None],
-    ) -> None:
-        self._loop = loop
-        self._next_due = next_due
-        self._on_due = on_due
-        # Where uvloop's delay rounds to 0 ms this is a plain Handle without when(): hence _armed_for
-        self._handle: asyncio.Handle | None = None
-        self._armed_for = 0.0
+    _loop: asyncio.AbstractEventLoop
+    _next_due: Callable[[], float | None]
+    _on_due: Callable[[], None]
+    # Where uvloop's delay rounds to 0 ms this is a plain Handle without when(): hence _armed_for
+    _handle: asyncio.Handle | None = None
+    _armed_for: float = 0.0
 
     def arm(self) -> None:
         due = self._next_due()

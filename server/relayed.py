@@ -164,8 +164,8 @@ def checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], i
         )
         raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
     all_texts, num_ids = list[str](), 0
-    for name in PROMPT_FIELDS:
-        leaves = list(_leaves(fields.get(name)))
+    for name in [one for one in PROMPT_FIELDS if one in fields]:
+        leaves = list(_leaves(fields[name]))
         texts = [one for one in leaves if isinstance(one, str)]
         num_ids += len(leaves) - len(texts)
         rules.check_prompt(texts, name)

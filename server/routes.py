@@ -276,8 +276,7 @@ def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
     """A handler that shows the server's card with the model that the caller may use; without one it is a 404."""
 
     async def describe(exchange: Exchange) -> None:
-        card = exchange.server.card
-        assert card is not None, "it comes with the model"
+        card = exchange.server.known_card
         exchange.send(reply(structs.replace(card, model=find_model(exchange.described_cards[:1], None))))
 
     return describe
@@ -287,9 +286,7 @@ def listing(reply: Callable[[Sequence[ServedModel], ServerCard], bytes]) -> Hand
     """A handler that lists the models that the caller may use."""
 
     async def list_all(exchange: Exchange) -> None:
-        card = exchange.server.card
-        assert card is not None, "it comes with the model"
-        exchange.send(reply(exchange.cards, card))
+        exchange.send(reply(exchange.cards, exchange.server.known_card))
 
     return list_all
 
@@ -297,8 +294,7 @@ def listing(reply: Callable[[Sequence[ServedModel], ServerCard], bytes]) -> Hand
 async def list_running(exchange: Exchange) -> None:
     """Ollama's /api/ps: the models that are loaded."""
     server = exchange.server
-    card, local = server.card, server.local_models
-    assert card is not None, "it comes with the model"
+    local = server.local_models
     unix_s = server.clock.unix() - server.clock.monotonic()
     running: list[tuple[ServedModel, int, float | None]] = []
     for model in exchange.cards:
@@ -307,13 +303,12 @@ async def list_running(exchange: Exchange) -> None:
             running.append((model, 0, None))
         elif found.is_awake:
             running.append((model, found.needed_bytes, found.expires_s and found.expires_s + unix_s))
-    exchange.send(ollama.running_reply(running, card))
+    exchange.send(ollama.running_reply(running, server.known_card))
 
 
 async def show_ollamas_model(exchange: Exchange) -> None:
     check_media_type(exchange.request)
-    card, served = exchange.server.card, exchange.server.served
-    assert card is not None, "it comes with the model"
+    card, served = exchange.server.known_card, exchange.server.served
     name, unknown_fields = ollama.parse_show(
         await served.read_body(exchange.stream, exchange.known_caller.sharing_name, BODY_BYTES)
     )
@@ -345,25 +340,22 @@ async def show_tokenizer_info(exchange: Exchange) -> None:
 
 async def show_props(exchange: Exchange) -> None:
     server = exchange.server
-    assert server.card is not None, "it comes with the model"
-    exchange.send(llama_server.props_reply(server.card, server.served.reader.chat_template.sources.get("default", "")))
+    template = server.served.reader.chat_template.sources.get("default", "")
+    exchange.send(llama_server.props_reply(server.known_card, template))
 
 
 async def show_slots(exchange: Exchange) -> None:
     """503 with ?fail_on_no_slot=1 if none is free."""
-    server = exchange.server
-    assert server.card is not None, "it comes with the model"
-    num_running = server.stats.num_running
-    if "fail_on_no_slot" in parse_qs(exchange.request.query) and num_running >= server.card.max_sequences:
+    card, num_running = exchange.server.known_card, exchange.server.stats.num_running
+    if "fail_on_no_slot" in parse_qs(exchange.request.query) and num_running >= card.max_sequences:
         raise ServiceError(ErrorKind.UNAVAILABLE, "No slot is free. Requests wait in the queue.", "no_slot_available")
-    exchange.send(llama_server.slots_reply(server.card, num_running))
+    exchange.send(llama_server.slots_reply(card, num_running))
 
 
 async def show_loads(exchange: Exchange) -> None:
     server, load = exchange.server, exchange.server.load()
-    assert server.card is not None, "it comes with the model"
     numbers = load.num_running, load.num_waiting
-    exchange.send(models.loads_reply(server.card, server.stats, *numbers, server.clock.unix()))
+    exchange.send(models.loads_reply(server.known_card, server.stats, *numbers, server.clock.unix()))
 
 
 async def show_sleep(exchange: Exchange) -> None:

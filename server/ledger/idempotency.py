@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.ledger.store import MICRO, StoredAnswer
@@ -108,6 +108,7 @@ class Claim:
         self.owner.leave(self.place)
 
 
+@dataclass(eq=False, repr=False)
 class Idempotency:
     """The keys in use, and the answers of a day.
 
@@ -117,17 +118,13 @@ class Idempotency:
         on_keep, on_forget: called for each stored answer, and for dropped ones.
     """
 
-    def __init__(
-        self,
-        unix: Callable[[], float],
-        answers: Iterable[StoredAnswer] = (),
-        on_keep: Keep = lambda answer: None,
-        on_forget: Forget = lambda places: None,
-    ) -> None:
-        self._unix = unix
-        self._on_keep = on_keep
-        self._on_forget = on_forget
-        self._in_progress: dict[KeyOfTenant, bytes] = {}  # digests
+    _unix: Callable[[], float]
+    answers: InitVar[Iterable[StoredAnswer]] = ()
+    _on_keep: Keep = lambda answer: None
+    _on_forget: Forget = lambda places: None
+    _in_progress: dict[KeyOfTenant, bytes] = field(default_factory=dict)  # digests
+
+    def __post_init__(self, answers: Iterable[StoredAnswer]) -> None:
         self._answers = OrderedDict(((one.tenant, one.key), one) for one in answers)
         self._num_bytes = sum(one.size_bytes for one in self._answers.values())
 

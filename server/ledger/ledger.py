@@ -10,7 +10,7 @@ running ones are settled into the spill file.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -215,6 +215,7 @@ class Entry:
         )
 
 
+@dataclass(eq=False, repr=False)
 class Ledger:
     """All entries in progress, and the way to the file.
 
@@ -231,36 +232,29 @@ class Ledger:
         unkept: answers and responses not yet confirmed in the database; they are written again until they are.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        writer: Writer,
-        prices: Prices,
-        unix: Callable[[], float],
-        loop: asyncio.AbstractEventLoop,
-        keep_s: float | None = None,
-        keep_responses_s: float = 0.0,
-    ) -> None:
-        self.path = path
-        self.keep_responses_s = keep_responses_s
-        self.prices = prices
-        self.fault: str | None = None
-        self.disk: Disk | None = None
-        self.entries: dict[Entry, None] = {}
-        self._writer = writer
-        self._unix = unix
-        self._loop = loop
-        self._keep_s = keep_s
-        self._committed_s = loop.time()
-        self.unkept: dict[Place, Kept] = {}
-        self._num_pending = 0  # writes
-        self._pending_since_s: float | None = None  # without word of any of them
-        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by what they call
+    path: Path
+    _writer: Writer
+    prices: Prices
+    _unix: Callable[[], float]
+    _loop: asyncio.AbstractEventLoop
+    keep_s: float | None = None
+    keep_responses_s: float = 0.0
+    fault: str | None = None
+    disk: Disk | None = None
+    entries: dict[Entry, None] = field(default_factory=dict)
+    unkept: dict[Place, Kept] = field(default_factory=dict)
+    _committed_s: float = field(init=False)
+    _num_pending: int = 0  # writes
+    _pending_since_s: float | None = None  # without word of any of them
+    _timers: dict[Callable[[], None], asyncio.TimerHandle] = field(default_factory=dict)  # by what they call
+
+    def __post_init__(self) -> None:
+        self._committed_s = self._loop.time()
 
     def start(self) -> None:
         """Prune and commit from now on, whether requests come or not. The loop runs."""
         self._beat()
-        if self._keep_s is not None:
+        if self.keep_s is not None:
             self._prune()
 
     def check(self) -> None:
@@ -398,9 +392,9 @@ class Ledger:
             self._note(written)
             self._later(PRUNE_MORE_S if written.has_more else PRUNE_S, self._prune)
 
-        assert self._keep_s is not None
+        assert self.keep_s is not None
         now_us = self.now_us()
-        limits = (now_us - round(kept_s * MICRO) for kept_s in (self._keep_s, self.keep_responses_s))
+        limits = (now_us - round(kept_s * MICRO) for kept_s in (self.keep_s, self.keep_responses_s))
         self._writer.submit(Prune(*limits), on_pruned)
 
 
