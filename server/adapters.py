@@ -15,7 +15,7 @@ from core.errors import BadAdapter, ErrorKind, InvalidRequest, ServiceError
 from core.types import Adapter
 from server.api.models import LoadAdapterBody, adapter_card
 from server.clock import Clock
-from server.generations import Generations
+from server.generation import Generations
 from server.prompts import PromptReader
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from server.gate.cross_origin import CrossOrigin, is_operators
 from server.gate.identity import LOCAL_CALLER, Caller, Scope, mask_keys
 from server.gate.quota import Ticket
 from server.gate.tenants import OwnDeadlineExceeded
-from server.generations import Generations, Offload
+from server.generation import Generations, Offload
 from server.ledger.responses import Responses
 from server.listening.clients import DENIED
 from server.listening.listener import Listener

@@ -179,19 +179,15 @@ def promises(app: App, deadlines: Deadlines, history: History) -> list[dict[str,
 
 def shown_request(exchange: Exchange, now_s: float) -> dict[str, Any]:
     """One in progress: where it stands, and nothing of what it says."""
-    timings, view = exchange.timings, exchange.server.served.active[exchange.request_id].view()
-    first_s = timings.first_token_s
-    rate = None if first_s is None or now_s <= first_s else round(view.num_tokens / (now_s - first_s), 1)
+    timings, generation = exchange.timings, exchange.server.served.active[exchange.request_id]
+    shown, first_s = generation.shown(), timings.first_token_s
+    rate = None if first_s is None or now_s <= first_s else round(shown["num_tokens"] / (now_s - first_s), 1)
     return {
         "id": exchange.request_id,
         "tenant": exchange.tenant,
-        "model": view.model,
         "path": exchange.request.path,
-        "state": "paused" if view.is_paused else timings.stage,
-        "position": view.position,
-        "num_prompt_tokens": view.num_prompt_tokens,
-        "num_prefilled": view.num_prefilled,
-        "num_tokens": view.num_tokens,
+        "state": "paused" if generation.is_paused else timings.stage,
+        **shown,
         "tokens_per_s": rate,
         "age_s": round(now_s - timings.accepted_s, 1),
     }

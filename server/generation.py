@@ -8,43 +8,54 @@ goes through its output into the stream. What a generation does on an event depe
 
 With a ledger, nothing is written into the stream before the reservation is durable, and no answer is completed before
 the settlement is. Without one, neither is waited for.
+
+`Generations` is what all of them share: who answers for a model, room for bodies and grammars, and who is in progress.
 """
 
 import asyncio
 import enum
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
 
+from core.constraints import GrammarSpec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.incident import Cause, Course, Stall
+from core.grammar import Grammar, GrammarCache
+from core.incident import MAX_COURSES, Cause, Course, Stall
+from core.plan import RunnerLimits
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilled, Prefilling, Usage
+from server.api.decoding import parse_object
+from server.api.models import ServedModel
+from server.api.ollama import LATEST
 from server.api.replies import EVENTS, WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
-from server.clock import RESOLUTION_S, DeadlineTimer
-from server.engine_client import NOT_YET, RequestHandle, SequenceProgress
-from server.gate.admission import Contender, Place
+from server.clock import RESOLUTION_S, Clock, DeadlineTimer
+from server.engine_client import NOT_YET, EngineClient, RequestHandle, SequenceProgress
+from server.gate.admission import Admission, Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
-from server.gate.tenants import Deadlines
+from server.gate.tenants import Deadlines, Tenant
 from server.gate.text_rules import rule_book
-from server.generations import Backend, Generations, GenerationView, weight_of
-from server.ledger.idempotency import MAX_ANSWER_BYTES, Recording, replay
-from server.ledger.ledger import End, Entry, EntryState, unavailable
+from server.grammar_guard import CompileQueue
+from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
+from server.ledger.ledger import End, Entry, EntryState, Ledger, unavailable
 from server.ledger.responses import Turn
 from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
-from server.observing.recorder import REPLAY_HEADER, RecordedRequest, digest_of
+from server.observing.metrics import Metrics
+from server.observing.recorder import REPLAY_HEADER, RecordedRequest, Recorder, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
-from server.prompts import Prepared, PromptReader, own_name
-from server.relay import RelayHandle
+from server.prompts import Prepared, PromptReader, find_model, own_name, usable
+from server.relay import Relay, RelayHandle
 from server.relayed import Passed
+from server.resumable import ResumableStreams
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -54,6 +65,11 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out
 FALLBACK = b"steploop-fallback"
 NEWS_EVERY_S = 0.1  # at most, of a place in the queue
+OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
+# Of fields that ask for an answer in a form, and of escaped letters. To check a schema of 1 KB may take 100 ms.
+FORM_NAMES = tuple(b"schema structur guided tool function format regex grammar ebnf json \\u00".split())
+
+T = TypeVar("T")
 
 
 class State(enum.Enum):
@@ -140,6 +156,28 @@ TABLE: dict[State, Row] = {  # an event that is not in its state's row is a bug
 OPEN = frozenset((State.STREAMING, State.RESERVING, State.QUEUED, State.SETTLING))
 
 
+class Backend(NamedTuple):
+    """Who answers for a model: the engine of this process, or upstreams.
+
+    Args:
+        reader: reads bodies, and makes the engine's requests of them.
+        engine: takes requests, and calls a DeltaSink with what comes of them.
+        admission: of its requests.
+    """
+
+    reader: PromptReader | Relay
+    engine: EngineClient | Relay
+    admission: Admission
+
+
+class OwnBackend(NamedTuple):
+    """The engine of this process."""
+
+    reader: PromptReader
+    engine: EngineClient
+    admission: Admission
+
+
 class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
 
@@ -161,7 +199,7 @@ class Generation:
 
     def __init__(
         self,
-        shared: Generations,
+        shared: "Generations",
         surface: Surface,
         stream: HttpStream,
         request_id: str,
@@ -228,16 +266,23 @@ class Generation:
     def is_background(self) -> bool:
         return self._ticket.caller.is_background
 
-    def view(self) -> GenerationView:
-        """Once it is prepared."""
-        return GenerationView(
-            self.model,
-            self._place.position if self._timings.stage is Stage.QUEUE else None,
-            sum(one.request.num_prompt_tokens for one in self._handles),
-            self._num_prefilled,
-            sum(one.num_tokens for one in self._handles),
-            self._num_pauses > 0,
-        )
+    @property
+    def is_paused(self) -> bool:
+        return self._num_pauses > 0
+
+    def shown(self) -> dict[str, Any]:
+        """Where it stands, for operators, once it is prepared.
+
+        position: how many requests are ahead in the queue; None: it no longer waits.
+        num_prefilled: of its first prompt; None: none yet.
+        """
+        return {
+            "model": self.model,
+            "position": self._place.position if self._timings.stage is Stage.QUEUE else None,
+            "num_prompt_tokens": sum(one.request.num_prompt_tokens for one in self._handles),
+            "num_prefilled": self._num_prefilled,
+            "num_tokens": sum(one.num_tokens for one in self._handles),
+        }
 
     async def run(self) -> Outcome:
         """Answer the request.
@@ -871,3 +916,229 @@ def total_usage(usages: list[Usage]) -> Usage:
 
 def _json(value: Mapping[str, int | str | None]) -> str:
     return msgspec.json.encode(value).decode()
+
+
+# What all generations share.
+
+
+class Offload(Protocol):
+    """Runs long work off the loop. The awaiter gets what the work raises."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+def weight_of(body: bytes) -> int:
+    """Of a request's body, for `compute`: its bytes, or as many as are computed off the loop."""
+    asks_form = len(body) < OFFLOAD_BYTES and any(name in body for name in FORM_NAMES)
+    return OFFLOAD_BYTES if asks_form else len(body)
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+_read_name = msgspec.json.Decoder(_Named).decode
+
+
+def _name_in(body: bytes) -> Any:
+    """The model that a body names. What is wrong elsewhere in it is told by who reads it whole."""
+    try:
+        return _read_name(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return parse_object(body).get("model")
+
+
+@dataclass(slots=True)
+class Generations:
+    """What all generations share.
+
+    Args:
+        own: the engine of this process; None: upstreams answer for every model.
+        deadlines: of requests whose tenants have none of their own.
+        others: who answers for the other models, by the names that clients ask for.
+        active: those that have been prepared, by our request id.
+        limits: of the engine of this process.
+        ended: the courses of its latest requests.
+    """
+
+    own: OwnBackend | None
+    clock: Clock
+    offload: Offload
+    metrics: Metrics
+    max_body_bytes: int
+    deadlines: Deadlines
+    idempotency: Idempotency
+    ledger: Ledger | None = None
+    others: Mapping[str, Backend] = field(default_factory=dict)
+    grammars: GrammarCache = field(default_factory=GrammarCache)
+    compiling: CompileQueue = field(default_factory=CompileQueue)
+    active: dict[str, Generation] = field(default_factory=dict)
+    resumable: ResumableStreams = field(init=False)
+    offload_compiling: Offload | None = None  # of grammars; None: as other work
+    on_request: Callable[[], None] = lambda: None  # called when somebody begins to wait for an answer
+    recorder: Recorder | None = None
+    limits: RunnerLimits | None = None
+    ended: deque[Course] = field(default_factory=lambda: deque(maxlen=MAX_COURSES))
+    _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
+
+    def __post_init__(self) -> None:
+        self.metrics.num_active = self.active.__len__
+        self.resumable = ResumableStreams(self.clock.monotonic)
+
+    @property
+    def known_own(self) -> OwnBackend:
+        """
+        Raises:
+            ServiceError: no model is served by this process.
+        """
+        if self.own is None:
+            message = "This path needs a model in the server's own process (--model), and there is none."
+            raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
+        return self.own
+
+    @property
+    def reader(self) -> PromptReader:
+        return self.known_own.reader
+
+    @property
+    def engine(self) -> EngineClient:
+        return self.known_own.engine
+
+    @property
+    def admission(self) -> Admission:
+        return self.known_own.admission
+
+    def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
+        """The models that the tenant may use."""
+        own = () if self.own is None else self.own.reader.cards_for(tenant)
+        others = (card for name, one in self.others.items() for card in one.reader.cards if card.id == name)
+        return (*own, *usable(others, tenant))
+
+    @property
+    def backends(self) -> list[Backend]:
+        own = [] if self.own is None else [Backend(*self.own)]
+        return [*own, *self.others.values()]
+
+    def check_room(self, sharing_name: str, num_bytes: int) -> None:
+        """Before the body is read, and with it the model's name.
+
+        Raises:
+            ServiceError: no model has room for such a request.
+        """
+        refusal = None
+        for backend in self.backends:
+            try:
+                backend.admission.check(sharing_name, num_bytes)
+                return
+            except ServiceError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
+
+    async def backend_of(self, body: bytes, tenant: Tenant) -> Backend:
+        """Who answers for the model that the body names.
+
+        Raises:
+            InvalidRequest: the body is no JSON object.
+            ServiceError: see find_model.
+        """
+        if not self.others:
+            return Backend(*self.known_own)
+        name = await self.compute(lambda: _name_in(body), len(body))
+        if name is not None and not isinstance(name, str):
+            raise InvalidRequest("model must be a string.", "model", "invalid_type")
+        if name is not None and name not in self.others:
+            name = name.removesuffix(LATEST)
+        card = find_model(self.cards_for(tenant), name)
+        return self.others.get(card.id) or Backend(*self.known_own)
+
+    async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
+        """
+        Args:
+            sharing_name: the caller's.
+            most_bytes: a lower limit than that of all bodies.
+
+        Raises:
+            ServiceError: there is no room for it: before it is read, if its head says how long it is. Or see
+                HttpStream.read_body.
+            ClientDisconnected: the peer left.
+        """
+        declared = stream.request.header(b"content-length")
+        self.check_room(sharing_name, 0 if declared is None else int(declared))
+        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)), sharing_name)
+
+    async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
+        """Do work that takes longer the larger the body is: here, or off the loop if it would stall every stream.
+
+        Args:
+            num_bytes: see weight_of.
+        """
+        if num_bytes < OFFLOAD_BYTES:
+            return work()
+        return await self.offload(work)
+
+    async def grammar_of(self, spec: GrammarSpec, tenant: str) -> Grammar:
+        """Compiled off the loop, unless it was before.
+
+        Raises:
+            InvalidRequest: it cannot be held.
+            ServiceError: too many of the tenant's grammars wait to be compiled.
+        """
+
+        async def compiled() -> Grammar:
+            grammar = self.grammars.find(spec)  # another tenant's turn was earlier
+            if grammar is None:
+                offload = self.offload_compiling or self.offload
+                grammar = await offload(lambda: self.reader.make_compiler().compile(spec))
+                self.grammars.keep(spec, tenant, grammar)
+            return grammar
+
+        return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
+
+    def courses(self) -> list[Course]:
+        """Of all requests of this process's engine that are kept, and in progress; of a repeated id, the last."""
+        found = *self.ended, *(course for one in self.active.values() for course in one.courses())
+        return list({one.request_id: one for one in found}.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Somebody waits for an answer."""
+        return not all(one.is_background for one in self.active.values())
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            ServiceError: the process is ending, or the ledger takes no writes.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self.ledger is not None:
+            self.ledger.check()
+
+    def fail(self, request_id: str, error: ServiceError) -> None:
+        """Break off a generation, if it is in progress."""
+        if request_id in self.active:
+            self.active[request_id].fail(error)
+
+    def cancel(self, request_id: str, tenant: str | None) -> bool:
+        """End a generation as its owner or an operator asks.
+
+        Args:
+            tenant: None: any.
+
+        Returns: whether the tenant has one of that id whose answer is still open.
+        """
+        generation = self.active.get(request_id)
+        if generation is None or tenant not in (None, generation.tenant) or not generation.is_open:
+            return False
+        generation.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
+        return True
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Break off every generation in progress, each with an error event or answer, and let none begin."""
+        self._refusal = error
+        for request_id, generation in list(self.active.items()):
+            try:
+                generation.fail(error)
+            except Exception:  # go on with the others
+                logger.exception("an answer cannot be broken off", extra={"request_id": request_id})

@@ -36,7 +36,7 @@ from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import PERIOD_LIMITS, Used, period_of
-from server.generations import Backend, Generations, OwnBackend
+from server.generation import Backend, Generations, OwnBackend
 from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal

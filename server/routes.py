@@ -34,8 +34,7 @@ from server.api.replies import OPENAI_ERRORS, Deleted, ErrorForm, Surface, delet
 from server.app import Exchange, Handler, MethodNotAllowed, Operation, Route
 from server.gate.identity import Scope
 from server.gate.tenants import Tenant
-from server.generation import Generation
-from server.generations import weight_of
+from server.generation import Generation, weight_of
 from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, input_items_reply
 from server.ledger.store import Grouping

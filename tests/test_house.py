@@ -55,7 +55,6 @@ ROOMS = (
         "own_processes",
         "resumable",
         "generation",
-        "generations",
         "relay",
         "relayed",
         "adapters",

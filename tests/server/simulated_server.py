@@ -39,7 +39,7 @@ from server.engine_client import EngineClient
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.tenants import Deadlines, Tenant
-from server.generations import Generations, OwnBackend
+from server.generation import Generations, OwnBackend
 from server.ledger.idempotency import Idempotency
 from server.ledger.responses import Responses
 from server.ledger.usage import NO_PRICES, Prices

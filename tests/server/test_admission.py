@@ -26,7 +26,7 @@ from server.gate.admission import (
     backlog_of,
 )
 from server.gate.tenants import DeadlineTable, Limits
-from server.generations import OFFLOAD_BYTES
+from server.generation import OFFLOAD_BYTES
 from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
 from tests.server.simulated_server import (

@@ -9,7 +9,7 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from server.gate.tenants import Limits, Tenant
-from server.generations import OFFLOAD_BYTES
+from server.generation import OFFLOAD_BYTES
 from tests.server.simulated_server import (
     LIMITS,
     MODEL,

@@ -12,8 +12,7 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Submit
-from server.generation import KEEP_ALIVE_S, TABLE, Event, Generation, State
-from server.generations import OFFLOAD_BYTES
+from server.generation import KEEP_ALIVE_S, OFFLOAD_BYTES, TABLE, Event, Generation, State
 from server.observing.timing import Stage
 from server.output import StreamedOutput, WholeOutput
 from server.prompts import IDENTITY

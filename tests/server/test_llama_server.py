@@ -7,7 +7,7 @@ from typing import Any
 
 from core.tokenizer import Tokenizer
 from server.api.models import ServerCard
-from server.generations import Generations
+from server.generation import Generations
 from tests.core.small_tokenizers import byte_level
 from tests.server.simulated_server import SimulatedServer, completion, refusal_of, request
 

@@ -15,7 +15,7 @@ from core.constraints import GrammarKind, GrammarSpec, regex
 from core.grammar import Grammar, GrammarCache, GrammarCompiler
 from server.api.known_fields import KNOWN, Does
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
-from server.generations import OFFLOAD_BYTES, weight_of
+from server.generation import OFFLOAD_BYTES, weight_of
 from tests.core.hostile_forms import hostile_forms
 from tests.server.simulated_server import STREAM, TOKENIZER, SimulatedServer, chat, completion, refusal_of
 
