@@ -16,16 +16,16 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_880, 39),
-    "server/api": (6350, 19),
-    "server/batches": (985, 3),
+    "server": (14_640, 37),
+    "server/api": (6290, 19),
+    "server/batches": (970, 3),
     "server/commands": (2350, 13),
-    "server/gate": (2885, 8),
-    "server/ledger": (2055, 7),
+    "server/gate": (2870, 8),
+    "server/ledger": (2035, 7),
     "server/listening": (1240, 5),
-    "server/observing": (2665, 10),
+    "server/observing": (2650, 10),
     "server/upstream": (1600, 6),
-    "server/wire": (4900, 15),
+    "server/wire": (4865, 15),
     "core": (18_435, 46),
     "gpu": (12_515, 37),
     "gpu/cpu_kernels": (5260, 14),
