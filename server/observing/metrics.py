@@ -137,7 +137,11 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class ModelCounts:
-    """Of one model, where a server answers for several."""
+    """Of one model, or of all.
+
+    Args:
+        finished: sequences, by finish reason.
+    """
 
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -146,7 +150,7 @@ class ModelCounts:
     e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
 
 
-class Metrics:
+class Metrics(ModelCounts):
     """
     Attributes:
         num_active: returns the number of generations in progress.
@@ -156,10 +160,9 @@ class Metrics:
     """
 
     def __init__(self, slo: SloRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.model_name: str | None = ""  # known once the model is loaded; None: there are several
-        self.ttft = Histogram(TTFT_BUCKETS_S)
         self.inter_token = Histogram(INTER_TOKEN_BUCKETS_S)
-        self.e2e = Histogram(E2E_BUCKETS_S)
         self.queue_time = Histogram(TTFT_BUCKETS_S)
         self.prefill_time = Histogram(TTFT_BUCKETS_S)
         self.decode_time = Histogram(E2E_BUCKETS_S)
@@ -170,16 +173,14 @@ class Metrics:
         self.loop_lag = Histogram(DELAY_BUCKETS_S)
         self.gil_wait = Histogram(DELAY_BUCKETS_S)
         self.responses: Counter[int] = Counter()  # by status
-        self.finished: Counter[str] = Counter()  # sequences, by finish reason
         self.refused: Counter[str] = Counter()  # requests that never became a generation, by error code
         self.failed: Counter[str] = Counter()  # generations, by error code
         self.unknown_fields: Counter[str] = Counter()
         self.tenants: dict[str, TenantCounts] = {}
-        self.cache_config: dict[
-            tuple[int, int], int
-        ] = {}  # tokens of a block and blocks; known once the model is loaded
+        # Tokens of a block and blocks; known once the model is loaded
+        self.cache_config: dict[tuple[int, int], int] = {}
         self.own_model = ""  # the engine's in this process, if there are several
-        self._by_model = defaultdict[str, ModelCounts](ModelCounts)  # likewise
+        self._by_model = defaultdict[str, ModelCounts](ModelCounts)  # if there are several
         self.num_active: Callable[[], int] = lambda: 0
         self.standing: Callable[[], Standing] = Standing
         self.upstreams: Callable[[], Mapping[str, Any]] = dict
@@ -188,8 +189,6 @@ class Metrics:
         self.adapters: Callable[[], Mapping[tuple[str, ...], float]] = dict
         self.budgets: Callable[[], Mapping[tuple[str, ...], float]] = dict
         self.recorder: Recorder | None = None
-        self.num_prompt_tokens = 0
-        self.num_generation_tokens = 0
         self.num_reasoning_tokens = 0
         self.num_disconnects = 0
         self.slo = SloMonitor(slo or NO_PROMISES, clock)
@@ -199,29 +198,25 @@ class Metrics:
         self.scrape_s = 0.0
         self._step = EngineStats()  # as of the last step
 
-    def count_first_token(self, ttft_s: float, model: str) -> None:
+    def _counts_of(self, model: str) -> tuple[ModelCounts, ...]:
         """model: by its own name; so below."""
-        self.ttft.observe(ttft_s)
-        if self.model_name is None:
-            self._by_model[model].ttft.observe(ttft_s)
+        return (self,) if self.model_name is not None else (self, self._by_model[model])
+
+    def count_first_token(self, ttft_s: float, model: str) -> None:
+        for counts in self._counts_of(model):
+            counts.ttft.observe(ttft_s)
 
     def count_finished(self, reasons: Collection[str], model: str) -> None:
-        self.finished.update(reasons)
-        if self.model_name is None:
-            self._by_model[model].finished.update(reasons)
+        for counts in self._counts_of(model):
+            counts.finished.update(reasons)
 
     def count_generation(self, usage: Usage, timings: StageClock, model: str) -> None:
-        if self.model_name is None:
-            counts = self._by_model[model]
+        self.num_reasoning_tokens += usage.num_thought_tokens
+        for counts in self._counts_of(model):
             counts.num_prompt_tokens += usage.num_prompt_tokens
             counts.num_generation_tokens += usage.num_completion_tokens
             if timings.end_s is not None:
                 counts.e2e.observe(timings.end_s - timings.accepted_s)
-        self.num_prompt_tokens += usage.num_prompt_tokens
-        self.num_generation_tokens += usage.num_completion_tokens
-        self.num_reasoning_tokens += usage.num_thought_tokens
-        if timings.end_s is not None:
-            self.e2e.observe(timings.end_s - timings.accepted_s)
 
     def count_request(self, done: Finished) -> None:
         """To be called once for every request, when its last byte is out."""
