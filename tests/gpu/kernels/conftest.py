@@ -89,8 +89,10 @@ def types_made_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     shapes: dict[Any, Any] = {}
+    blocks: dict[Any, Any] = {}
     formats: dict[str, Any] = {}
     init, format_of = core.tensor.__init__, interpreter._get_np_dtype
+    init_type = core.block_type.__init__
 
     def once(type: Any) -> Any:
         name = type.scalar.name
@@ -98,8 +100,18 @@ def types_made_once() -> Iterator[None]:
             formats[name] = format_of(type)
         return formats[name]
 
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(shape)
+        if sizes not in blocks:
+            init_type(self, element_ty, shape)
+            blocks[sizes] = self.shape, self.numel, str(self.shape)
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, told = blocks[sizes]
+            self.name = f"<{told}, {element_ty}>"
+
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        shape = type.shape if type.is_block() else ()
+        shape = tuple(type.shape) if type.is_block() else ()
         if shape not in shapes:
             init(self, handle, type)
             shapes[shape] = self.shape, self.numel
@@ -109,6 +121,7 @@ def types_made_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(core.tensor, "__init__", init_tensor)
+        patched.setattr(core.block_type, "__init__", init_block_type)
         patched.setattr(interpreter, "_get_np_dtype", once)
         yield
 
