@@ -1,4 +1,4 @@
-"""Ten thousand clients that leave a real server with a real model: sockets, threads, kernels' buffers and all.
+"""Thousands of clients that leave a real server with a real model: sockets, threads, kernels' buffers and all.
 
 The server runs in this process, so that its tasks and its file descriptors can be counted. The clients leave in seven
 ways at random moments.
@@ -28,7 +28,7 @@ from server.wire.http2_frames import GOAWAY, RST_STREAM
 from tests.server.tiny_model import write_tiny_model
 
 MODEL = "tiny"  # its directory's name
-NUM_PER_KIND = 10_000 // 7 + 1
+NUM_PER_KIND = 500
 LIMIT_S = 600  # for what hangs
 NUM_AT_ONCE = 32
 PATH = "/v1/completions"
@@ -138,7 +138,7 @@ async def storm(server: Server, num_per_kind: int) -> Clients:
 
 
 @pytest.mark.slow
-def test_ten_thousand_cancels_leave_no_block_stream_task_or_descriptor(
+def test_thousands_of_cancels_leave_no_block_stream_task_or_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / MODEL
