@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 INTERVAL_S = 0.02
-NUM_ATTEMPTS = 3000  # a minute, on a machine that does nothing else
+NUM_ATTEMPTS = 9000  # three minutes, on a machine that does nothing else
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT_S = 60.0  # for a read of a server that hangs: a test then fails, whatever else it asserts
+TIMEOUT_S = 180.0  # for a read of a server that hangs: a test then fails, whatever else it asserts
 
 
 @dataclass(frozen=True)
