@@ -30,6 +30,7 @@ class EngineConfig:
         quantize_cache_bytes: limit of quantised weights kept on disk; 0: none are.
         kv_dtype: "auto": keys and values are stored in dtype; "int8": as 8-bit integers, with a scale for each head of
             a token.
+        has_window_blocks: layers with a window have KV blocks of their own, where others have none; False: one table.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost
             model, unless the prompts arrived together with all that decode (core/queue.py); None: no limit.
@@ -59,6 +60,7 @@ class EngineConfig:
     activations: str = "auto"
     quantize_cache_bytes: int = 0
     kv_dtype: str = "auto"
+    has_window_blocks: bool = True
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
     forced_tokens: str = "on"
@@ -133,7 +135,7 @@ class LayerConfig:
         has_mlp: it has an MLP, or experts.
         chunk: a token attends to those before it within its chunk of so many, a multiple of BLOCK_SIZE; None: to all.
         head_dim, num_kv_heads, intermediate_size: None: the model's.
-        source: the layer whose keys and values it attends over; None: it has its own.
+        source: the layer whose keys and values it attends over, with an equal window; None: it has its own.
         has_values: False: a token's value is its key, as it was before norm and RoPE.
         sparsity: the part of its MLP's gates that are zero, of a normal distribution; 0: none is made so.
     """
@@ -470,6 +472,11 @@ class ModelConfig(Traits):
         known = [sight.window or sight.chunk for sight in self.sights]
         lengths = [length for length in known if length is not None]
         return max(lengths) if self.recurrence is None and len(known) == len(lengths) else None
+
+    def kv_windows(self, length: int) -> tuple[int | None, ...]:
+        """How many tokens a token sees in each layer that caches, in order; None: all of such a context."""
+        seen = [layer.window or layer.chunk or length for layer in self.all_layers if layer.caches]
+        return tuple(one if one < length else None for one in seen)
 
     def is_cut(self, length: int) -> bool:
         """Whether some layer sees a part of such a context alone, by chunks."""

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
-from core.kv_cache import BlockChange
+from core.kv_cache import BlockChange, WindowBlocks
 from core.plan import BlockStore, DeviceError, Int32Array, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import NO_SLOT, Sequence, SequenceState
@@ -433,8 +433,12 @@ def check_conservation(scheduler: Scheduler) -> None:
     live = [s for group in states.groups.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
     num_occupied = sum(sequence is not None for sequence in states.occupants)
     num_published = pool.num_kept + sum(map(pool.is_published, held))
+    seen = {one for s in states.running for one in s.table.windows[s.table.num_unseen :]}
+    windows = pool.windows or WindowBlocks(0)
+    seen.discard(windows.no_block)
     claims = {
         "blocks that are used, and held by sequences": (pool.num_used, len(held)),
+        "window blocks that are used, and held by sequences": (windows.num_used, len(seen)),
         "blocks that are published, and kept or held": (pool.num_published, num_published),
         "sequences that run, of all that live": (
             len(states.running),

@@ -451,6 +451,8 @@ class _Minute:
             num_host_blocks=0,
             max_drafts=0,
             num_kept_states=None,
+            window=None,  # what layers see of a context costs next to no time, and the simulated one keeps all
+            num_window_blocks=None,
             takes_whole_prompts=False,
             timed_rows=(),
         )

@@ -20,6 +20,9 @@ and the sequences that share it compute it themselves.
 With recurrent layers, some published blocks have a stored state: that of these layers after the block's last token. A
 sequence can continue only from there, so a lookup finds no blocks after the last one with a state.
 
+If only some layers have sliding windows, these have blocks of their own, fewer, each attached to the block of the same
+tokens. A sequence holds those that its next tokens see; a lookup ends where all that the next token sees are attached.
+
 For host copies, this file only does the accounting; the runner copies, in the order of the plans. A host slot has one
 block with its key and serial from the device, so a chain may be partly here and partly there. A copy can be found once
 its plan was applied, and a slot that a plan copies from keeps its content until then: a failed step loses copies, but
@@ -112,6 +115,10 @@ class BlockTable:
         num_sent: leading entries that the runner knows.
         num_published: leading entries that other sequences can find.
         num_matched: entries that the last lookup would have found if there were a stored state after them.
+        windows: of each block its window block, if the sequence holds it, else WindowBlocks.no_block; empty: all layers
+            have one table.
+        num_unseen: leading entries without window blocks.
+        num_seen: window blocks that it holds.
     """
 
     domain: Domain = ("", "")
@@ -121,6 +128,9 @@ class BlockTable:
     num_matched: int = 0
     num_dropped: int = 0
     dropped: list[tuple[int, int]] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    num_unseen: int = 0
+    num_seen: int = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -142,14 +152,94 @@ class BlockTable:
 
     def take(self) -> list[int]:
         """Empty the table and return its blocks."""
-        held, self.blocks, self.dropped = self.held, [], []
-        self.num_sent = self.num_published = self.num_dropped = 0
+        held, self.blocks, self.dropped, self.windows = self.held, [], [], []
+        self.num_sent = self.num_published = self.num_dropped = self.num_unseen = self.num_seen = 0
         return held
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Number of blocks for so many tokens."""
     return -(-num_tokens // block_size)
+
+
+def num_seen_blocks(window: int, block_size: int) -> int:
+    """Window blocks that one sequence holds between steps, at most: one more than are seen, for children."""
+    return num_blocks_for(window, block_size) + 2
+
+
+def least_window_blocks(window: int, max_batch_tokens: int, block_size: int) -> int:
+    """With which any sequence can run alone."""
+    return num_seen_blocks(window, block_size) + num_blocks_for(max_batch_tokens, block_size) + 1
+
+
+class WindowBlocks:
+    """Blocks of the layers with a window, each attached to the block of the same tokens (module docstring).
+
+    One that no sequence holds stays attached while its block is published, until it is the least recently used. Every
+    operation is O(1).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = self.no_block = num_blocks  # no_block: the placeholder in tables; the runner has zeros there
+        self._free = list(range(num_blocks))
+        self._attached: dict[int, int] = {}  # by block
+        self._num_holders: dict[int, int] = {}  # by block
+        self._kept: OrderedDict[int, None] = OrderedDict()  # blocks whose window block is held by none, oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Those that can be attached, empty or cached."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def has(self, block: int) -> bool:
+        return block in self._attached
+
+    def is_shared(self, block: int) -> bool:
+        return self._num_holders[block] > 1
+
+    def hold(self, block: int) -> int:
+        """Add a holder of the block's window block, attached now if there is none. Returns it."""
+        if block not in self._attached:
+            if not self._free:
+                oldest, _ = self._kept.popitem(last=False)
+                self._detach(oldest)
+            self._attached[block], self._num_holders[block] = self._free.pop(), 0
+        self._kept.pop(block, None)
+        self._num_holders[block] += 1
+        return self._attached[block]
+
+    def release(self, block: int, is_published: bool) -> None:
+        """One holder less."""
+        self._num_holders[block] -= 1
+        if self._num_holders[block] == 0:
+            if is_published:
+                self._kept[block] = None
+            else:
+                self._detach(block)
+
+    def move(self, source: int, target: int) -> None:
+        """Attach what one sequence holds to another block of equal content, which has none."""
+        assert target not in self._attached, f"block {target} has a window block"
+        assert self._num_holders[source] == 1, f"others hold the window block of {source}"
+        self._attached[target], self._num_holders[target] = self._attached.pop(source), self._num_holders.pop(source)
+
+    def drop(self, block: int) -> None:
+        """The block cannot be found any more."""
+        if block in self._kept:
+            del self._kept[block]
+            self._detach(block)
+
+    def _detach(self, block: int) -> None:
+        self._free.append(self._attached.pop(block))
+        del self._num_holders[block]
 
 
 class KeptStates:
@@ -417,6 +507,8 @@ class BlockPool:
         has_prefix_cache: False: nothing is published, so nothing is found.
         host: where evicted blocks go.
         states: None: the model has no recurrent layers.
+        windows: None: all layers have one table.
+        window: the longest, in tokens.
 
     Attributes:
         on_change: called with each change of the prefix cache.
@@ -429,8 +521,11 @@ class BlockPool:
         has_prefix_cache: bool = True,
         host: HostBlocks | None = None,
         states: KeptStates | None = None,
+        windows: WindowBlocks | None = None,
+        window: int = 1,
     ) -> None:
-        self.states = states
+        self.states, self.windows = states, windows
+        self._num_seen = num_blocks_for(window - 1, block_size)  # before a border: blocks that the next token sees
         self.num_blocks = num_blocks
         self.num_evictions = 0  # since the start
         self.has_prefix_cache = has_prefix_cache
@@ -451,6 +546,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that can be allocated, empty or cached."""
         return len(self._empty) + len(self._kept)
+
+    @property
+    def num_free_pairs(self) -> int:
+        """Blocks that can be allocated with their window blocks."""
+        return self.num_free if self.windows is None else min(self.num_free, self.windows.num_free)
 
     @property
     def num_kept(self) -> int:
@@ -486,6 +586,12 @@ class BlockPool:
         self._host.reuse(blocks)
         return blocks
 
+    def grow(self, table: BlockTable, count: int) -> None:
+        """Allocate so many blocks at the end of a table, without window blocks."""
+        table.blocks += self.allocate(count)
+        if self.windows is not None:
+            table.windows += [self.windows.no_block] * count
+
     def share(self, blocks: Seq[int]) -> None:
         """Add one reference to each of these held or cached blocks."""
         for block in blocks:
@@ -507,7 +613,11 @@ class BlockPool:
         return self.num_blocks
 
     def drop(self, table: BlockTable, end: int) -> None:
-        """Release the first blocks of a table, up to this entry: no later row reads them."""
+        """Release the first blocks of a table, or their window blocks, up to this entry: no later row reads them."""
+        if self.windows is not None:
+            self._release_windows(table, range(table.num_unseen, end))
+            table.num_unseen = end
+            return
         first, table.num_dropped = table.num_dropped, end
         blocks = table.blocks[first:end]
         table.blocks[first:end] = [self.no_block] * len(blocks)
@@ -524,6 +634,120 @@ class BlockPool:
                     self._empty.append(block)
                 else:
                     self._kept[block] = None
+
+    def empty(self, table: BlockTable, num_kept: int = 0) -> None:
+        """Empty a table, and release all that it holds but its first num_kept blocks."""
+        self._release_windows(table, range(len(table.windows) - 1, table.num_unseen - 1, -1))
+        self.release(table.take()[num_kept:])
+
+    def cut(self, table: BlockTable, end: int) -> None:
+        """Release a table's blocks from this entry on."""
+        self._release_windows(table, range(len(table.windows) - 1, end - 1, -1))
+        self.release(table.blocks[end:])
+        del table.blocks[end:], table.windows[end:]
+        table.num_sent = min(table.num_sent, end)
+
+    # Window blocks of a table
+
+    def num_windows_needed(self, table: BlockTable, first: int, end: int) -> int:
+        """Of these entries, those without a window block; entries past the table's count too."""
+        if self.windows is None:
+            return 0
+        return end - first - sum(one != self.windows.no_block for one in table.windows[first:end])
+
+    def hold_windows(self, table: BlockTable, positions: Iterable[int]) -> None:
+        """Hold the window blocks of these entries, attached if they have none yet. So many must be free."""
+        windows = self.windows
+        if windows is not None:
+            for position in positions:
+                if table.windows[position] == windows.no_block:
+                    table.windows[position] = windows.hold(table.blocks[position])
+                    table.num_seen += 1
+
+    def share_windows(self, source: BlockTable, table: BlockTable) -> None:
+        """Hold what another table holds, whose first blocks this one has."""
+        if self.windows is not None:
+            end = len(table)
+            table.windows, table.num_unseen = source.windows[:end], min(source.num_unseen, end)
+            for position in range(table.num_unseen, end):
+                if table.windows[position] != self.windows.no_block:
+                    self.windows.hold(table.blocks[position])
+                    table.num_seen += 1
+
+    def _release_windows(self, table: BlockTable, positions: Iterable[int]) -> None:
+        windows = self.windows
+        if windows is not None:
+            for position in positions:
+                if table.windows[position] != windows.no_block:
+                    block = table.blocks[position]
+                    windows.release(block, self.is_published(block))
+                    table.windows[position] = windows.no_block
+                    table.num_seen -= 1
+
+    def replace_shared(self, table: BlockTable, position: int) -> list[tuple[int, int]]:
+        """Exchange the shared block at this entry, and its window block, for ones of its own.
+
+        Returns: the copies that it needs, each (source, target) as in StepPlan.
+        """
+        shared, windows = table.blocks[position], self.windows
+        own = table.blocks[position] = self.take_for_shared(shared)
+        copies = [(shared, own)]
+        if windows is not None and table.windows[position] != windows.no_block:
+            target = windows.hold(own)
+            copies.append((~table.windows[position], ~target))
+            windows.release(shared, self.is_published(shared))
+            table.windows[position] = target
+        return copies
+
+    def _put_found(self, table: BlockTable, block: int, is_seen: bool) -> None:
+        """The published block is the table's next; its window block is held if the table's own was, or if it is seen.
+
+        Of equal window blocks, one stays: that which others may hold.
+        """
+        position, windows = table.num_published, self.windows
+        own = table.blocks[position] if position < len(table) else None
+        if own is None:
+            table.blocks.append(block)
+            if windows is not None:
+                table.windows.append(windows.no_block)
+        else:
+            table.replace(position, block)
+        if windows is not None:
+            if own is not None and table.windows[position] != windows.no_block:
+                if windows.has(block):
+                    table.windows[position] = windows.hold(block)
+                    windows.release(own, self.is_published(own))
+                else:
+                    windows.move(own, block)
+            elif is_seen and position >= table.num_unseen and windows.has(block):
+                self.hold_windows(table, (position,))
+        if own is not None:
+            self.release((own,))
+        table.num_published += 1
+
+    def _num_continued(self, table: BlockTable, found: list[int], num_own: int) -> int:
+        """How many of the blocks found it can continue after: all that its next token sees have window blocks.
+
+        Args:
+            num_own: blocks that it has computed itself, behind its published ones. Equal ones can replace them.
+        """
+        windows, first = self.windows, table.num_published
+        if windows is None:
+            return len(found)
+        num_seen, best = 0, 0
+        for one in table.windows[max(0, first - self._num_seen) : first]:
+            num_seen = num_seen + 1 if one != windows.no_block else 0
+        for index, block in enumerate(found):
+            position = first + index
+            has_own = position < len(table) and table.windows[position] != windows.no_block
+            has_found = windows.has(block)
+            can_move = has_own and index < num_own and not windows.is_shared(table.blocks[position])
+            if has_own and not (has_found or can_move):
+                break  # its own is not full yet, or others hold it where it is
+            num_seen = num_seen + 1 if has_found or can_move else 0
+            if index < num_own or num_seen >= min(position + 1, self._num_seen):
+                best = index + 1
+        return best
 
     def _evict(self) -> int:
         block, _ = self._kept.popitem(last=False)
@@ -563,14 +787,12 @@ class BlockPool:
             num_own = num_computed // size - table.num_published
             while len(found) > max(num_own, 0) and not self.states.has(found[-1]):
                 found.pop()
+        if self.windows is not None:
+            del found[self._num_continued(table, found, num_computed // size - table.num_published) :]
+        first_seen = table.num_published + len(found) - self._num_seen
         for block in found:
-            position = table.num_published
             self.share((block,))
-            if position < len(table):
-                self.release((table.replace(position, block),))
-            else:
-                table.blocks.append(block)
-            table.num_published += 1
+            self._put_found(table, block, table.num_published >= first_seen)
         return table.num_published * size
 
     def publish(self, table: BlockTable, token_ids: Seq[int], num_tokens: int) -> bool:
@@ -636,6 +858,8 @@ class BlockPool:
             self._serials[block], self._roots[block] = _UNPUBLISHED, None
             if self.states is not None:
                 self.states.drop(block)
+            if self.windows is not None:
+                self.windows.drop(block)
 
     # To the host and back
 

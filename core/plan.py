@@ -106,7 +106,9 @@ class StepPlan:
     token_ids: Int32Array  # [sum(lengths)]
     table_slots: Int32Array  # [new blocks]: block table of this slot ...
     table_positions: Int32Array  # [new blocks]: ... at this index ...
-    table_blocks: Int32Array  # [new blocks]: ... holds this block from now on; num_blocks: none, it is not read again
+    # [new blocks]: ... holds this block from now on; num_blocks: none, it is not read again. ~b: window block b, in the
+    # table of the layers with windows; ~num_window_blocks: none. So in copies, too.
+    table_blocks: Int32Array
     copy_sources: Int32Array  # [copies]: block whose content ...
     copy_targets: Int32Array  # [copies]: ... is copied to this block first (copy on write)
     sequence_starts: list[SequenceStart] = field(default_factory=list)
@@ -184,6 +186,9 @@ class RunnerLimits:
     max_drafts: int = 0  # tokens of a step
     num_kept_states: int | None = None  # of recurrent layers, at block borders; None: the model has no such layers
     window: int | None = None  # tokens that a token sees in all layers, itself included; None: in some, all before it
+    num_window_blocks: int | None = (
+        None  # of layers with windows, up to `window`; others see all. None: one table for all
+    )
     shares_answers: bool = (
         True  # False: the cache keeps blocks of prompts alone, as what it samples may round otherwise
     )
@@ -324,11 +329,8 @@ class PlanBuilder:
             self._start(sequence)
         table = sequence.table
         if table.num_sent < len(table.blocks):
-            new = table.blocks[table.num_sent :]
-            self._table_slots += [sequence.slot] * len(new)
-            self._table_positions += range(table.num_sent, len(table.blocks))
-            self._table_blocks += new
-            table.num_sent = len(table.blocks)
+            first, table.num_sent = table.num_sent, len(table.blocks)
+            self.resend(sequence, first, table.num_sent)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Compute the last, sampled token of each; the runner knows everything else about them.
@@ -354,18 +356,17 @@ class PlanBuilder:
         self._copy_sources.append(source)
         self._copy_targets.append(target)
 
-    def replace_block(self, sequence: Sequence, position: int, block: int) -> None:
-        """Copy on write: `block` replaces the shared one at this index of the sequence's table."""
-        self.add_copy(sequence.table.blocks[position], block)
-        sequence.table.blocks[position] = block
-        self.resend(sequence, position, position + 1)
-
     def resend(self, sequence: Sequence, first: int, end: int) -> None:
-        """These entries of the sequence's table have changed."""
-        for position in range(first, min(end, sequence.table.num_sent)):
-            self._table_slots.append(sequence.slot)
-            self._table_positions.append(position)
-            self._table_blocks.append(sequence.table.blocks[position])
+        """These entries of the sequence's table have changed; the runner knows the first num_sent."""
+        table = sequence.table
+        positions = range(first, min(end, table.num_sent))
+        parts = [table.blocks[first : positions.stop]]
+        if table.windows:
+            parts.append([~one for one in table.windows[first : positions.stop]])
+        for blocks in parts:
+            self._table_slots += [sequence.slot] * len(blocks)
+            self._table_positions += positions
+            self._table_blocks += blocks
 
     def build(self) -> StepPlan | None:
         """The plan, None if it has no rows."""
@@ -442,7 +443,7 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
             builder.state_reads[sequence.slot] = plan.state_reads[sequence.slot]
         builder.state_saves += [replace(save, row=row - rows.start) for save in plan.state_saves if save.row == row]
         builder.repeat_row(sequence, starts[row], lengths[row], samples[row], plan.drafts_of(row))
-        for block in sequence.table.blocks:
+        for block in (*sequence.table.blocks, *(~one for one in sequence.table.windows)):
             if block in copies:
                 builder.add_copy(copies[block], block)
     restarted = builder.build()

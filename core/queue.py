@@ -352,9 +352,13 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
 
 
 def enough_of(
-    candidates: Iterable[Sequence], num_slots: int, num_blocks: int, slots_of: Callable[[Sequence], int]
+    candidates: Iterable[Sequence],
+    num_slots: int,
+    num_blocks: int,
+    num_windows: int,
+    slots_of: Callable[[Sequence], int],
 ) -> list[Sequence]:
-    """The first candidates that together hold so many slots and blocks; empty if all of them do not.
+    """The first candidates that together hold so many slots, blocks and window blocks; empty if all of them do not.
 
     Args:
         slots_of: how many slots a candidate holds, those for its waiting siblings included.
@@ -364,7 +368,8 @@ def enough_of(
         chosen.append(sequence)
         num_slots -= slots_of(sequence)
         num_blocks -= sequence.table.num_held
-        if num_slots <= 0 and num_blocks <= 0:
+        num_windows -= sequence.table.num_seen
+        if max(num_slots, num_blocks, num_windows) <= 0:
             return chosen
     return []
 

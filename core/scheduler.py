@@ -256,7 +256,7 @@ class Scheduler:
         forced = [s for s in others if len(s.token_ids) - s.num_computed_tokens > 1]
         drafts = self.drafts.plan(plain, others, bool(behind))
         num_long = len(forced) + 2 * len(drafts)  # a plain one needs no block
-        if len(others) + num_long <= self.pool.num_free:  # each needs a block at most, with more tokens two
+        if len(others) + num_long <= self.pool.num_free_pairs:  # each needs a block at most, with more tokens two
             if forced or drafts:
                 plain = [s for s in plain if s not in drafts]
                 others = [s for s in others if s not in drafts and s not in forced]
@@ -343,10 +343,13 @@ class Scheduler:
         head, level = found
         num_slots = len(states.joining(head)) - len(states.free_slots)
         num_blocks = states.num_blocks_to_admit(head) - self.pool.num_free
-        if (num_slots <= 0 and num_blocks <= 0) or (found == self._stuck and self._counts.num_steps < self._ask_again):
+        num_windows = states.num_windows_short(head)
+        if max(num_slots, num_blocks, num_windows) <= 0 or (
+            found == self._stuck and self._counts.num_steps < self._ask_again
+        ):
             return
         candidates = outranked(states.running, head, level, self.shares.least_s(), now)
-        giving_way = enough_of(candidates, num_slots, num_blocks, lambda s: len(states.joining(s)))
+        giving_way = enough_of(candidates, num_slots, num_blocks, num_windows, lambda s: len(states.joining(s)))
         if not giving_way:
             self._stuck, self._ask_again = found, self._counts.num_steps + ASK_EVERY_STEPS
         elif self.in_flight:
@@ -434,15 +437,19 @@ class Scheduler:
             num_reserved: free blocks to leave for running sequences.
         """
         states = self.states
-        num_joining = len(states.joining(sequence))
+        num_joining, num_windows_reserved = len(states.joining(sequence)), num_reserved
         if sequence.search is not None:  # each sibling's own part
             tail = (
                 len(sequence.token_ids)
                 + 1
                 - sequence.num_prompt_tokens // self.limits.block_size * self.limits.block_size
             )
-            num_reserved += (num_joining - 1) * num_blocks_for(tail, self.limits.block_size)
-        while num_joining > len(states.free_slots) or not states.take_blocks(sequence, num_reserved):
+            num_blocks = num_blocks_for(tail, self.limits.block_size)
+            num_reserved += (num_joining - 1) * num_blocks
+            num_windows_reserved += (num_joining - 1) * states.num_windows_of(num_blocks)
+        while num_joining > len(states.free_slots) or not states.take_blocks(
+            sequence, num_reserved, num_windows_reserved
+        ):
             if not self._preempt_paused(builder, sequence):
                 return False
         states.admit(sequence, level)
@@ -724,6 +731,7 @@ class Scheduler:
         return bool(self.states.groups)
 
     def stats(self) -> EngineStats:
+        windows = self.pool.windows
         return EngineStats(
             num_waiting=len(self.states.waiting),
             num_running=len(self.states.running),
@@ -732,6 +740,9 @@ class Scheduler:
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_kept,
             num_cache_evictions=self.pool.num_evictions,
+            num_window_blocks=0 if windows is None else windows.num_blocks,
+            num_used_window_blocks=0 if windows is None else windows.num_used,
+            num_cached_window_blocks=0 if windows is None else windows.num_kept,
             num_host_blocks=self.host.num_slots,
             num_used_host_blocks=self.host.num_used,
             num_offloaded_blocks=self.host.num_offloaded,

@@ -40,6 +40,7 @@ class Searches:
         size = self._limits.block_size
         num_shared = len(request.prompt_ids) // size
         num_each = (self._limits.num_blocks - num_shared) // request.num_sequences
+        num_each = min(num_each, self._states.most_own_blocks(request.num_sequences))
         return min(self._max_length, (num_shared + num_each) * size)
 
     def search_of(self, request: Request) -> BeamSearch:

@@ -9,7 +9,16 @@ import heapq
 from collections.abc import Hashable, Iterable
 
 from core.drafter import RecentAnswers
-from core.kv_cache import BlockLabel, BlockPool, HostBlocks, KeptStates, num_blocks_for
+from core.kv_cache import (
+    BlockLabel,
+    BlockPool,
+    HostBlocks,
+    KeptStates,
+    WindowBlocks,
+    least_window_blocks,
+    num_blocks_for,
+    num_seen_blocks,
+)
 from core.plan import PlanBuilder, RunnerLimits, StateSave
 from core.queue import Charges, TenantShares, WaitingQueue
 from core.sequence import ALL_SCORED, NO_SLOT, Sequence, SequenceGroup, SequenceState
@@ -95,7 +104,14 @@ class SequenceStates:
     ) -> None:
         self.host = HostBlocks(limits.num_host_blocks, limits.host_copy_s, stored)
         self.kept = None if limits.num_kept_states is None else KeptStates(limits.num_kept_states)
-        self.pool = BlockPool(limits.num_blocks, limits.block_size, has_prefix_cache, self.host, self.kept)
+        windows = None if limits.num_window_blocks is None else WindowBlocks(limits.num_window_blocks)
+        sizes, window = (limits.num_blocks, limits.block_size), limits.window or 1
+        self.pool = BlockPool(*sizes, has_prefix_cache, self.host, self.kept, windows, window)
+        self._most_seen = num_seen_blocks(window, limits.block_size)
+        self._least_windows = least_window_blocks(window, limits.max_batch_tokens, limits.block_size)
+        if windows is not None:
+            assert windows.num_blocks >= self._least_windows, "any sequence can run alone"
+            assert not limits.num_host_blocks, "host copies have no window blocks"
         self.charges = Charges(step_cost, limits.num_blocks)
         self.shares = TenantShares()
         self.outbox = Outbox()
@@ -166,7 +182,7 @@ class SequenceStates:
         num_kept = min(num_prompt, parent.num_computed_tokens) // self._block_size
         if one.num_dropped or other.num_dropped or one.blocks[:num_kept] != other.blocks[:num_kept]:
             num_kept = 0
-        self.pool.release(one.take()[num_kept:])
+        self.pool.empty(one, num_kept)
         child.token_ids[num_prompt:] = parent.token_ids[num_prompt:]
         child.num_computed_tokens, child.num_scored_tokens = parent.num_computed_tokens, ALL_SCORED
         self._share_blocks(parent, child, num_kept)
@@ -184,6 +200,7 @@ class SequenceStates:
         table.num_published = min(source.num_published, num_tokens // self._block_size)
         table.num_dropped, table.dropped = source.num_dropped, source.dropped[:]
         self.pool.share(table.held[num_held:])
+        self.pool.share_windows(source, table)
 
     def fork_siblings(self, group: SequenceGroup) -> None:
         """Its leader has the prompt: let the others share it."""
@@ -291,9 +308,13 @@ class SequenceStates:
         """
         if sequence.num_in_flight or sequence.slot == NO_SLOT:
             return
-        self.publish(sequence, min(sequence.num_computed_tokens, len(sequence.token_ids)))
+        end = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        if not self.publish(sequence, end) and self.pool.windows is not None:
+            if not self._limits.shares_answers:
+                end = min(end, sequence.num_prompt_tokens)
+            self.pool.extend(sequence.table, sequence.token_ids[: end + 1], end)  # equal blocks get its window blocks
         self._start_from(sequence, None)
-        self.pool.release(sequence.table.take())
+        self.pool.empty(sequence.table)
         self.occupants[sequence.slot] = None
         heapq.heappush(self.free_slots, sequence.slot)
         sequence.slot = NO_SLOT
@@ -360,26 +381,51 @@ class SequenceStates:
         """Blocks of all its tokens and the next, if there will be one."""
         return num_blocks_for(min(len(sequence.token_ids) + 1, sequence.max_length), self._block_size)
 
-    def take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
+    def num_windows_short(self, sequence: Sequence, num_reserved: int = 0) -> int:
+        """Window blocks that are missing for a waiting sequence and one step, beside what running ones will hold."""
+        windows = self.pool.windows
+        if windows is None:
+            return 0
+        found = (sequence, *self.running)
+        num_seen = {one: self.num_windows_of(self.num_blocks_to_admit(one)) for one in found}
+        num_coming = sum(max(0, num - one.table.num_seen) for one, num in num_seen.items())
+        return num_coming + self._least_windows - self._most_seen + num_reserved - windows.num_free
+
+    def most_own_blocks(self, num_sequences: int) -> int:
+        """Blocks that each of so many sequences may have beside shared ones, so that all their window blocks fit."""
+        windows = self.pool.windows
+        if windows is not None:
+            num_each = (windows.num_blocks - self._least_windows) // num_sequences
+            if num_each < self._most_seen:
+                return num_each
+        return self._limits.num_blocks
+
+    def num_windows_of(self, num_blocks: int) -> int:
+        """Window blocks that a sequence with so many blocks holds between steps."""
+        return 0 if self.pool.windows is None else min(num_blocks, self._most_seen)
+
+    def take_blocks(self, sequence: Sequence, num_reserved: int, num_windows_reserved: int = 0) -> bool:
         """Give a waiting sequence the blocks that are cached and new ones for the rest, or nothing and return False.
 
         Blocks on the host are copied into the first new ones, if that is cheaper than recomputing them.
 
         Args:
-            num_reserved: free blocks to leave for running sequences.
+            num_reserved: free blocks to leave for running sequences; num_windows_reserved: of window blocks.
         """
         table, num_free = sequence.table, self.pool.num_free
         if num_free - num_reserved < sequence.num_free_blocks_needed:  # do not look a long prompt up in each step
+            return False
+        if self.num_windows_short(sequence, num_windows_reserved) > 0:
             return False
         self.pool.extend(table, self._cacheable(sequence))
         num_new = self.num_blocks_to_admit(sequence) - len(table)
         if num_new > self.pool.num_free - num_reserved:
             sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
-            self.pool.release(table.take())
+            self.pool.empty(table)
             return False
         self._restore(sequence)
         self.skip_cached(sequence)
-        table.blocks += self.pool.allocate(self.num_blocks_to_admit(sequence) - len(table))
+        self.pool.grow(table, self.num_blocks_to_admit(sequence) - len(table))
         sequence.num_free_blocks_needed = 0
         return True
 
@@ -466,20 +512,22 @@ class SequenceStates:
         return self.pool.publish(sequence.table, sequence.token_ids, end)
 
     def drop_unseen(self, builder: PlanBuilder, sequence: Sequence, start: int) -> None:
-        """Give back the blocks behind the window of the tokens from `start` on.
+        """Give back the blocks, or window blocks, behind the window of the tokens from `start` on.
 
         One more block stays for children, which may start earlier by so much, and those stay that rows in flight may
-        have to write again, that others cannot find yet, or that the plan copies.
+        have to write again, that the plan copies, or, of blocks, that others cannot find yet.
         """
-        limits, table = self._limits, sequence.table
-        if limits.window is None or sequence.num_scored_tokens != ALL_SCORED:
+        limits, table, windows = self._limits, sequence.table, self.pool.windows
+        if limits.window is None or (windows is None and sequence.num_scored_tokens != ALL_SCORED):
             return
         num_settled = start - sequence.num_in_flight * limits.max_batch_tokens
+        if windows is not None:
+            num_settled = min(num_settled, sequence.num_scored_tokens)
         end = (num_settled + 1 - limits.window) // self._block_size - 1
         is_prompt_published = table.num_published >= sequence.num_prompt_tokens // self._block_size
-        if self.pool.has_prefix_cache and (limits.shares_answers or not is_prompt_published):
+        if windows is None and self.pool.has_prefix_cache and (limits.shares_answers or not is_prompt_published):
             end = min(end, table.num_published - 1)
-        first = table.num_dropped
+        first = table.num_dropped if windows is None else table.num_unseen
         if end > first and builder.sources.isdisjoint(table.blocks[first:end]):
             self.pool.drop(table, end)
             builder.resend(sequence, first, end)
@@ -489,25 +537,36 @@ class SequenceStates:
         table = sequence.table
         num_needed = num_blocks_for(sequence.num_computed_tokens + 1, self._block_size)
         if len(table.blocks) > num_needed:
-            self.pool.release(table.blocks[num_needed:])
-            del table.blocks[num_needed:]
-            table.num_sent = min(table.num_sent, num_needed)
+            self.pool.cut(table, num_needed)
 
     def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Make all blocks that it writes up to position `end` its own: a shared one copied, new ones for the rest.
 
         False, and nothing is done, if too few are free.
         """
-        blocks = sequence.table.blocks
+        table, pool = sequence.table, self.pool
         first = sequence.num_computed_tokens // self._block_size  # only this one can be shared: later ones are new
-        is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
-        num_new = max(0, num_blocks_for(end, self._block_size) - len(blocks))
-        if num_new + is_shared > self.pool.num_free:
+        last = num_blocks_for(end, self._block_size)
+        is_shared = first < len(table) and pool.is_shared(table.blocks[first])
+        num_new = max(0, last - len(table))
+        if num_new + is_shared > pool.num_free:
             return False
+        if pool.windows is not None:
+            num_windows = pool.num_windows_needed(table, first, last) + is_shared
+            if num_windows > pool.windows.num_free:  # others may hold some that they will drop with their next rows
+                for other in self.running:
+                    self.drop_unseen(builder, other, other.num_computed_tokens)
+            if num_windows > pool.windows.num_free:
+                return False
         if is_shared:
-            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
+            for source, target in pool.replace_shared(table, first):
+                builder.add_copy(source, target)
+            builder.resend(sequence, first, first + 1)
         if num_new:
-            blocks += self.pool.allocate(num_new)
+            pool.grow(table, num_new)
+        if pool.windows is not None:
+            pool.hold_windows(table, range(first, last))
+            builder.resend(sequence, first, last)
         return True
 
 

@@ -141,6 +141,7 @@ class SimulatedRunner:
         self._host = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_host_blocks)]
         self._num_entries = -(-limits.max_model_len // limits.block_size)
         self._tables: list[list[int]] = [[] for _ in range(limits.max_sequences)]  # of blocks, by slot
+        self._window_tables: list[list[int]] = [[] for _ in range(limits.max_sequences)]  # of window blocks, by slot
         self._starts: dict[int, SequenceStart] = {}
         self._last_sampled = [0] * limits.max_sequences  # by slot
         self._num_pooled = [0] * limits.max_sequences  # by slot: tokens of a prompt that is pooled whole
@@ -149,9 +150,13 @@ class SimulatedRunner:
         for start in plan.sequence_starts:
             self._starts[start.slot] = start
             self._tables[start.slot] = [_NOTHING] * self._num_entries
+            self._window_tables[start.slot] = [_NOTHING] * self._num_entries
         self._copy(plan)
         for slot, position, block in _rows_of(plan.table_slots, plan.table_positions, plan.table_blocks):
-            self._tables[slot][position] = block
+            if block >= 0:
+                self._tables[slot][position] = block
+            else:
+                self._window_tables[slot][position] = ~block
         ids, offset = plan.token_ids.tolist(), 0
         for slot, first, length in _rows_of(plan.slots, plan.starts, plan.lengths):
             self._store(slot, first, ids[offset : offset + length])
@@ -205,9 +210,10 @@ class SimulatedRunner:
             self._host[slot] = _new_block(self._kv[block])
         for block, slot in copies.restores.items():
             self._kv[block] = _new_block(self._host[slot])
-        sources = [_new_block(self._kv[block]) for block in plan.copy_sources.tolist()]
-        for block, content in zip(plan.copy_targets.tolist(), sources, strict=True):
-            self._kv[block] = content
+        found = [copy for copy in _rows_of(plan.copy_sources, plan.copy_targets) if copy[0] >= 0]
+        sources = [_new_block(self._kv[source]) for source, _ in found]
+        for (_, target), content in zip(found, sources, strict=True):
+            self._kv[target] = content
 
     def _store(self, slot: int, start: int, token_ids: list[int]) -> None:
         size, table, last_sampled = self.limits.block_size, self._tables[slot], self._last_sampled[slot]

@@ -387,6 +387,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0  # unused, with content that may be found again
+    num_window_blocks: int = 0  # of layers with windows; 0: all layers have one table
+    num_used_window_blocks: int = 0
+    num_cached_window_blocks: int = 0
     num_steps: int = 0
     num_rows: int = 0  # of all steps
     num_prefill_rows: int = 0  # of these, those that computed some of a prompt

@@ -25,6 +25,7 @@ class ChainCheckingRunner(SimulatedRunner):
     def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
         super().__init__(limits, cost, clock)
         self._chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_blocks)]
+        self._window_chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_window_blocks or 0)]
         self._host_chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_host_blocks)]
         self._expected: dict[int, list[int]] = {}  # by slot: the hash after each of its tokens
         self._ids: dict[int, list[int]] = {}  # by slot: its tokens
@@ -43,9 +44,9 @@ class ChainCheckingRunner(SimulatedRunner):
                 self._host_chains[slot] = self._chains[block][:]
             for block, slot in plan.host_copies.restores.items():
                 self._chains[block] = self._host_chains[slot][:]
-        sources = [self._chains[block][:] for block in plan.copy_sources.tolist()]
+        sources = [self._chain_of(block)[:] for block in plan.copy_sources.tolist()]
         for block, chain in zip(plan.copy_targets.tolist(), sources, strict=True):
-            self._chains[block] = chain
+            self._chain_of(block)[:] = chain
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
         token_ids, offset = plan.token_ids.tolist(), 0
         for row, (slot, start, length) in enumerate(rows):
@@ -65,11 +66,12 @@ class ChainCheckingRunner(SimulatedRunner):
             offset += length
         self.misled_rows.clear()
         for row, (slot, start, length) in enumerate(rows):  # a step writes all its keys and values before any are read
-            found, expected = self._read(slot, start, start + length), self._expected[slot][: start + length]
-            expected = expected[len(expected) - len(found) :]
-            if _SPOILED in found:
-                self.misled_rows.add(row)
-            assert all(one in (other, _SPOILED) for one, other in zip(found, expected, strict=True))
+            for found in self._read(slot, start, start + length):
+                expected = self._expected[slot][: start + length]
+                expected = expected[len(expected) - len(found) :]
+                if _SPOILED in found:
+                    self.misled_rows.add(row)
+                assert all(one in (other, _SPOILED) for one, other in zip(found, expected, strict=True))
         if self.limits.num_kept_states is not None:
             self._compute_states(plan, rows)
         for row in self.misled_rows:
@@ -129,20 +131,34 @@ class ChainCheckingRunner(SimulatedRunner):
                 self._kept[save.kept] = _SPOILED
 
     def _write(self, slot: int, start: int, links: list[int]) -> None:
-        size, table = self.limits.block_size, self._tables[slot]
+        size = self.limits.block_size
         for position, link in enumerate(links, start):
-            self._chains[table[position // size]][position % size] = link
+            self._chains[self._tables[slot][position // size]][position % size] = link
+            if self.limits.num_window_blocks is not None:
+                window_block = self._window_tables[slot][position // size]
+                assert 0 <= window_block < self.limits.num_window_blocks, "a row writes where it has no window block"
+                self._window_chains[window_block][position % size] = link
 
-    def _read(self, slot: int, start: int, end: int) -> list[int]:
-        """What a row of the tokens `start` to `end` sees: all, or its window."""
+    def _chain_of(self, block: int) -> list[int]:
+        return self._chains[block] if block >= 0 else self._window_chains[~block]
+
+    def _read(self, slot: int, start: int, end: int) -> list[list[int]]:
+        """What a row of the tokens `start` to `end` sees: all, its window, or both, in layers that differ."""
         size, window = self.limits.block_size, self.limits.window
         first = 0 if window is None else max(0, start + 1 - window)
-        blocks = self._tables[slot][first // size : -(-end // size)]
-        found = list(itertools.chain.from_iterable(self._chains[block] for block in blocks))
-        return found[first % size : end - first // size * size]
+
+        def read(table: list[int], chains: list[list[int]], first: int) -> list[int]:
+            blocks = table[first // size : -(-end // size)]
+            found = list(itertools.chain.from_iterable(chains[block] for block in blocks))
+            return found[first % size : end - first // size * size]
+
+        if self.limits.num_window_blocks is None:
+            return [read(self._tables[slot], self._chains, first)]
+        behind = read(self._window_tables[slot], self._window_chains, first)
+        return [read(self._tables[slot], self._chains, 0), behind]
 
     def _prefix(self, slot: int, length: int) -> memoryview:
-        if self.limits.window is None:
+        if self.limits.window is None or self.limits.num_window_blocks is not None:
             return super()._prefix(slot, length)
         return memoryview(np.array(self._ids[slot][:length], np.int32))
 

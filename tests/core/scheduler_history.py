@@ -86,6 +86,25 @@ class SchedulerHistory(RuleBasedStateMachine):
         free = {*pool._empty, *pool._kept}
         assert len(free) == len(pool._empty) + len(pool._kept)
         assert free == {block for block, num_holders in enumerate(held) if not num_holders}
+        self.window_blocks_are_conserved()
+
+    def window_blocks_are_conserved(self) -> None:
+        pool, windows = self.scheduler.pool, self.scheduler.pool.windows
+        if windows is None:
+            return
+        num_holders = dict.fromkeys(windows._kept, 0)  # by block
+        for table in (sequence.table for sequence in self.present):
+            assert len(table.windows) == len(table.blocks)
+            found = [index for index, one in enumerate(table.windows) if one != windows.no_block]
+            assert table.num_seen == len(found)
+            assert table.num_unseen <= min(found, default=len(table))
+            for index in found:
+                assert table.windows[index] == windows._attached[table.blocks[index]]
+                num_holders[table.blocks[index]] = num_holders.get(table.blocks[index], 0) + 1
+        assert windows._num_holders == num_holders
+        assert windows._kept.keys() == {block for block, number in num_holders.items() if not number}
+        assert all(pool.is_published(block) for block in windows._kept)
+        assert sorted([*windows._free, *windows._attached.values()]) == list(range(windows.num_blocks))
 
     def slots_are_conserved(self) -> None:
         states = self.scheduler.states
@@ -149,7 +168,8 @@ class SchedulerHistory(RuleBasedStateMachine):
         for block in cache._kept:
             key = cache._keys[block]
             assert key is not None
-            assert self.limits.window is not None or key[0] not in earlier
+            is_whole = self.limits.window is None or self.limits.num_window_blocks is not None
+            assert not is_whole or key[0] not in earlier
             earlier.add(cache._serials[block])
 
     def no_two_domains_share_a_block(self) -> None:

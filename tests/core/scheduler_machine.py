@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import HealthCheck, settings
 
+from core.kv_cache import least_window_blocks
 from core.plan import SequenceStart, StepOutput, StepPlan
 from core.sequence import Sequence, SequenceState
 from core.types import FinishReason, Pooling, PoolingKind, TokenLogprobs
@@ -31,6 +32,9 @@ class SchedulerMachine(SchedulerHistory):
     max_in_flight = 1
     num_kept_states: int | None = None
     window: int | None = None
+    num_spare_windows: int | None = (
+        None  # window blocks beside those that one sequence needs; None: all layers have one table
+    )
     shares_answers = True
 
     @drawn_start(
@@ -49,6 +53,10 @@ class SchedulerMachine(SchedulerHistory):
         )
         names = ("max_in_flight", "num_kept_states", "window", "shares_answers")
         limits = replace(limits, **{name: getattr(self, name) for name in names})
+        if self.num_spare_windows is not None:
+            assert self.window is not None
+            num_windows = least_window_blocks(self.window, max_batch_tokens, block_size) + self.num_spare_windows
+            limits = replace(limits, num_window_blocks=num_windows)
         self.start(limits, has_prefix_cache)
 
     # Rules
@@ -227,6 +235,7 @@ class SchedulerMachine(SchedulerHistory):
         self.everything_holds()
         assert not self.present
         assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.pool.windows is None or self.scheduler.pool.windows.num_used == 0
         for request in self.requests.values():
             self.check_answer(request)
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from core.engine import check_conservation
 from core.plan import StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
@@ -311,6 +312,38 @@ def test_blocks_behind_the_window_are_given_back_while_a_sequence_runs(
     scheduler.submit(make_request("b", 60, max_tokens=1, prompt_ids=make_request("a", 60).prompt_ids))
     usage = [chunk.usage for _ in range(3) for chunk in step(scheduler).chunks if chunk.usage is not None]
     assert usage[0].num_cached_tokens == (56 if has_prefix_cache else 0)  # they are still found
+
+
+@pytest.mark.parametrize(("num_window_blocks", "num_found"), [(9, 0), (48, 24)])
+def test_window_blocks_behind_the_window_are_given_back_and_found_while_there_is_room(
+    num_window_blocks: int, num_found: int
+) -> None:
+    limits = replace(small_limits(), window=8, num_window_blocks=num_window_blocks)  # blocks of 4 tokens, 16 of a step
+    scheduler = Scheduler(limits, (), seeds=lambda: 77)
+    prompt = make_request("a", 60).prompt_ids
+
+    def cached(name: str, num_tokens: int) -> int:
+        """Tokens of the prompt that are found, in prefix and windows."""
+        scheduler.submit(make_request(name, prompt_ids=prompt[:num_tokens], max_tokens=1))
+        while True:
+            for chunk in step(scheduler).chunks:
+                if chunk.usage is not None:
+                    return chunk.usage.num_cached_tokens
+
+    scheduler.submit(make_request("a", 60, max_tokens=100))
+    num_used = []
+    for _ in range(100):
+        made = plan(scheduler)
+        num_used.append(scheduler.stats().num_used_window_blocks)
+        answer(scheduler, made)
+    assert scheduler.pool.num_used > 30  # of the layers that see all
+    assert max(num_used) <= 9
+    assert max(num_used[10:]) <= 4
+    while scheduler.has_requests:
+        answer(scheduler, plan(scheduler))
+    assert cached("b", 28) == num_found
+    assert cached("c", 28) == 24  # their window blocks are attached to the blocks of before
+    check_conservation(scheduler)
 
 
 def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from core.kv_cache import HostBlocks
+from core.kv_cache import HostBlocks, least_window_blocks
 from tests.core.scheduler_machine import SHORT_HISTORIES, OverlapMachine, SchedulerMachine
 
 
@@ -85,6 +85,31 @@ class WindowOverlapMachine(WindowMachine):
     max_in_flight = 2
 
 
+class MixedWindowMachine(SchedulerMachine):
+    """Some layers see few tokens, others all: they have window blocks, too few for all that run."""
+
+    window, num_spare_windows = 3, 2
+
+    @invariant()
+    def few_window_blocks_are_held(self) -> None:
+        limits = getattr(self, "limits", None)
+        if limits is not None and self.max_in_flight == 1:
+            most = least_window_blocks(self.window, limits.max_batch_tokens, limits.block_size)
+            assert all(sequence.table.num_seen <= most for sequence in self.present)
+
+
+class WideMixedWindowMachine(MixedWindowMachine):
+    window, num_spare_windows = 6, 12
+
+
+class MixedWindowOverlapMachine(MixedWindowMachine):
+    max_in_flight = 2
+
+
+class PromptCacheMixedWindowMachine(MixedWindowMachine):
+    window, max_in_flight, shares_answers = 5, 2, False
+
+
 class PromptCacheMachine(OffloadMachine):
     """The cache keeps blocks of prompts alone: what is found in it was computed as prompts are."""
 
@@ -106,6 +131,7 @@ class PromptCacheRecurrentMachine(RecurrentMachine):
 
 MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
 MACHINES += (RecurrentMachine, RecurrentOverlapMachine, WindowMachine, WindowOverlapMachine)
+MACHINES += (MixedWindowMachine, WideMixedWindowMachine, MixedWindowOverlapMachine, PromptCacheMixedWindowMachine)
 MACHINES += (PromptCacheMachine, PromptCacheWindowMachine, PromptCacheRecurrentMachine)
 
 TestScheduler = SchedulerMachine.TestCase
@@ -126,6 +152,14 @@ TestWindow = WindowMachine.TestCase
 TestWindow.settings = settings(SHORT_HISTORIES, max_examples=50)
 TestWindowOverlap = WindowOverlapMachine.TestCase
 TestWindowOverlap.settings = settings(SHORT_HISTORIES, max_examples=50)
+TestMixedWindow = MixedWindowMachine.TestCase
+TestMixedWindow.settings = settings(SHORT_HISTORIES, max_examples=80)
+TestWideMixedWindow = WideMixedWindowMachine.TestCase
+TestWideMixedWindow.settings = settings(SHORT_HISTORIES, max_examples=60)
+TestMixedWindowOverlap = MixedWindowOverlapMachine.TestCase
+TestMixedWindowOverlap.settings = settings(SHORT_HISTORIES, max_examples=60)
+TestPromptCacheMixedWindow = PromptCacheMixedWindowMachine.TestCase
+TestPromptCacheMixedWindow.settings = settings(SHORT_HISTORIES, max_examples=40)
 TestPromptCache = PromptCacheMachine.TestCase
 TestPromptCache.settings = settings(SHORT_HISTORIES, max_examples=40)
 TestPromptCacheWindow = PromptCacheWindowMachine.TestCase
