@@ -86,6 +86,18 @@ LLAMA_8B = _preset(
     attention_bias=False,
     mlp_bias=False,
 )
+# Three layers of eighteen see all before a token, the others 512 tokens.
+GEMMA3_03B = _preset(
+    *("Gemma3ForCausalLM", 640, 2048, 18, (4, 1)),
+    model_type="gemma3_text",
+    vocab_size=262_144,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=256,
+    sliding_window=512,
+    sliding_window_pattern=6,
+    rope_local_base_freq=10_000.0,
+)
 # One layer of four attends; the others are recurrent.
 QWEN35_08B = _preset(
     *("Qwen3_5ForCausalLM", 1024, 3584, 24, (8, 2)),
@@ -134,6 +146,7 @@ PRESETS = {
     "qwen3-0.6b": QWEN3_06B,
     "qwen3-1.7b": QWEN3_17B,
     "moe-1b": MOE_1B,
+    "gemma3-0.3b": GEMMA3_03B,
     "qwen3.5-0.8b": QWEN35_08B,
     "lfm2-1.2b": LFM2_12B,
     "granite4-h-1b": GRANITE4_H_1B,

@@ -285,6 +285,7 @@ def draft_settings(engine: EngineConfig, model: ModelConfig, draft: ModelConfig)
         max_model_len=longest,
         max_sequences=num_sequences,
         kv_memory_bytes=(num_blocks + 1) * bytes_per_block(draft, choice.dtype),
+        has_window_blocks=False,
         quantize=None,
         mtp=False,
         kv_offload_bytes=0,

@@ -4,9 +4,11 @@ In 8 bits (--kv-dtype int8) each token's key and value of a head are integers wi
 not depend on what else is computed. A block of a head lies as attention reads it: [head_dim / 2, 16 tokens, 2] bytes of
 keys, [8, head_dim, 2] of values, by pairs of tokens, then 16 scales in float32.
 
-The scheduler decides which sequence has which block (core/kv_cache.py). One extra block, the scratch block, stays zero
-for ever: it pads the block tables of shorter rows. Where batches are padded with rows, another extra block takes what
-padding writes, and is never read.
+The scheduler decides which sequence has which block (core/kv_cache.py). Layers with windows may have window blocks, of
+which there are fewer; then a block has the other layers only. Window block b is ~b where both kinds are meant.
+
+One extra block, the scratch block, stays zero for ever: it pads the block tables of shorter rows. Where batches are
+padded with rows, another extra block takes what padding writes, and is never read.
 """
 
 import math
@@ -32,6 +34,7 @@ class LayerKV:
     both: Tensor  # [2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim]
     keys: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim]
     values: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim or latent.rank]
+    has_windows: bool = False  # its blocks are window blocks
 
     @property
     def is_int8(self) -> bool:
@@ -94,25 +97,37 @@ class KVCache:
     Args:
         num_blocks: blocks the scheduler may use, 0..num_blocks-1.
         has_padding: batches are padded with rows.
+        windows: see MemoryPlan; empty: there are no window blocks.
 
     Attributes:
         tensors: one for each size of heads: [layers, 2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim].
+        window_tensors: the same of layers with window blocks.
         layers: those that cache.
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device, has_padding: bool = False
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_padding: bool = False,
+        windows: tuple[int | None, ...] = (),
+        num_window_blocks: int = 0,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_window_blocks = num_blocks, num_window_blocks
         self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
-        latent, sizes = config.latent, config.cached_heads
+        rank, are_behind = None if config.latent is None else config.latent.rank, [one is not None for one in windows]
+        sizes = [(*size, bool(are_behind) and are_behind[index]) for index, size in enumerate(config.cached_heads)]
         kinds = {}
         for size in dict.fromkeys(sizes):
-            blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, size[0], _width(size[1], dtype))
+            num = (num_window_blocks if size[2] else num_blocks) + 1 + has_padding
+            blocks = (num, BLOCK_SIZE, size[0], _width(size[1], dtype))
             kinds[size] = zeros((sizes.count(size), config.num_cached, *blocks), dtype, device)
-        self.tensors = list(kinds.values())
+        self.tensors = [tensor for size, tensor in kinds.items() if not size[2]]
+        self.window_tensors = [tensor for size, tensor in kinds.items() if size[2]]
         found = {size: iter(tensor.unbind(0)) for size, tensor in kinds.items()}
-        self.layers = [_layer_kv(next(found[size]), *size, None if latent is None else latent.rank) for size in sizes]
+        self.layers = [_layer_kv(next(found[size]), *size, rank) for size in sizes]
 
     @property
     def device(self) -> torch.device:
@@ -124,8 +139,18 @@ class KVCache:
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, all layers: sources[i] to targets[i]; no target is also a source. Both: [copies]."""
-        for tensor in self.tensors:
-            tensor.index_copy_(2, targets, tensor.index_select(2, sources))
+        for tensors, own, others in zip(self.kinds, self.parts_of(sources), self.parts_of(targets), strict=True):
+            for tensor in tensors if len(own) else ():
+                tensor.index_copy_(2, others, tensor.index_select(2, own))
+
+    @property
+    def kinds(self) -> list[list[Tensor]]:
+        """The tensors of blocks, and those of window blocks, if there are any."""
+        return [self.tensors, self.window_tensors] if self.window_tensors else [self.tensors]
+
+    def parts_of(self, blocks: Tensor) -> list[Tensor]:
+        """Blocks and window blocks, in the order of `kinds`."""
+        return [blocks[blocks >= 0], ~blocks[blocks < 0]] if self.window_tensors else [blocks]
 
     def read_blocks(self, blocks: Tensor) -> Tensor:
         """Whole blocks, all layers: [blocks, numbers of a block]."""
@@ -143,29 +168,36 @@ class KVCache:
 
     def make_finite(self, blocks: Tensor) -> None:
         """Zero what is NaN or infinite in these blocks, all layers; other sequences may share the rest."""
-        for tensor in self.tensors:
-            found = tensor.index_select(2, blocks)
-            if found.dtype == INT8:
-                head_bytes = BLOCK_SIZE * found.shape[-1]
-                scales = found.view(-1, head_bytes)[:, head_bytes - BLOCK_SIZE * SCALE_BYTES :].view(torch.float32)
-                scales.nan_to_num_(0.0, 0.0, 0.0)
-            else:
-                found.nan_to_num_(0.0, 0.0, 0.0)
-            tensor.index_copy_(2, blocks, found)
+        for tensors, own in zip(self.kinds, self.parts_of(blocks), strict=True):
+            for tensor in tensors:
+                found = tensor.index_select(2, own)
+                if found.dtype == INT8:
+                    head_bytes = BLOCK_SIZE * found.shape[-1]
+                    scales = found.view(-1, head_bytes)[:, head_bytes - BLOCK_SIZE * SCALE_BYTES :].view(torch.float32)
+                    scales.nan_to_num_(0.0, 0.0, 0.0)
+                else:
+                    found.nan_to_num_(0.0, 0.0, 0.0)
+                tensor.index_copy_(2, own, found)
 
 
-def _layer_kv(layer: Tensor, num_kv_heads: int, head_dim: int, latent_rank: int | None) -> LayerKV:
+def _layer_kv(layer: Tensor, num_kv_heads: int, head_dim: int, has_windows: bool, latent_rank: int | None) -> LayerKV:
     """layer: [2 or 1, blocks + 1 or 2, 16, kv_heads, width]."""
     if layer.dtype == INT8:
         heads = (layer.shape[1], num_kv_heads, -1)
-        return Int8LayerKV(layer, layer[0].view(heads), layer[1].view(heads))
-    return LayerKV(layer, layer[0].flatten(0, 1), layer[-1].flatten(0, 1)[..., : latent_rank or head_dim])
+        return Int8LayerKV(layer, layer[0].view(heads), layer[1].view(heads), has_windows)
+    values = layer[-1].flatten(0, 1)[..., : latent_rank or head_dim]
+    return LayerKV(layer, layer[0].flatten(0, 1), values, has_windows)
+
+
+def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> list[int]:
+    """Keys and values of one token, in each layer that caches."""
+    token_bytes = config.num_cached * dtype.itemsize
+    return [token_bytes * num_heads * _width(head_dim, dtype) for num_heads, head_dim in config.cached_heads]
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token, all layers."""
-    numbers = sum(num_heads * _width(head_dim, dtype) for num_heads, head_dim in config.cached_heads)
-    return config.num_cached * numbers * dtype.itemsize
+    return sum(layer_bytes(config, dtype))
 
 
 def _width(head_dim: int, dtype: torch.dtype) -> int:
@@ -200,11 +232,6 @@ def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
 def num_blocks_for(num_tokens: int) -> int:
     """Blocks of one sequence of so many tokens."""
     return -(-num_tokens // BLOCK_SIZE)
-
-
-def num_blocks_within(memory_bytes: int, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Usable blocks that fit beside the scratch block; may be 0."""
-    return max(0, memory_bytes // bytes_per_block(config, dtype) - 1)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -94,7 +94,9 @@ def _load_mtp(runner: ModelRunner, checkpoint: Checkpoint, find: FindOperators) 
     memory, engine, config = runner.memory, runner.memory.engine, runner.config
     num_sequences, num_blocks = draft_room(engine, memory.max_model_len)
     own = replace(engine, max_sequences=num_sequences, max_loras=0, deterministic=False)
-    own_memory = replace(memory, model=config.mtp_layer, engine=own, num_blocks=num_blocks, num_kept_states=0)
+    own_memory = replace(
+        memory, model=config.mtp_layer, engine=own, num_blocks=num_blocks, num_window_blocks=0, num_kept_states=0
+    )
     operators = find(config.mtp_layer, memory.device)
     operators.has_blocks = runner.operators.has_blocks
     with torch.inference_mode(), quantizing(engine) as convert:
@@ -173,7 +175,11 @@ def _step_twice(runner: Runner[Ticket], size: int, params: SamplingParams) -> tu
     """Compute a prompt of so many tokens in slot 0, and a token after it; returns the seconds of each step."""
     start = SequenceStart(0, (0,) * size, size, params, seed=0, stop_ids=())
     took_s = []
-    for plan in (_one_row_plan(0, size, num_blocks_for(size + 1), [start]), _one_row_plan(size, 1, 0, [])):
+    blocks = range(num_blocks_for(size + 1))
+    tables = list(zip(blocks, blocks, strict=True))
+    if runner.limits.num_window_blocks is not None:
+        tables += [(position, ~position) for position in blocks]
+    for plan in (_one_row_plan(0, size, tables, [start]), _one_row_plan(size, 1, [], [])):
         before_s = time.perf_counter()
         ticket = runner.forward(plan)
         runner.sample(ticket)
@@ -188,22 +194,23 @@ def _timed_chunks(limits: RunnerLimits) -> Iterator[int]:
     return (min(size, most) for size in TIMED_CHUNKS)
 
 
-def _one_row_plan(start: int, length: int, num_blocks: int, sequence_starts: list[SequenceStart]) -> StepPlan:
-    """Slot 0 computes token 0 at these positions, and samples; it gets the first num_blocks blocks."""
+def _one_row_plan(
+    start: int, length: int, tables: list[tuple[int, int]], sequence_starts: list[SequenceStart]
+) -> StepPlan:
+    """Slot 0 computes token 0 at these positions, and samples; it gets blocks: of each its position and number."""
 
     def column(*values: int) -> Any:
         return np.array(values, dtype=np.int32)
 
-    blocks = range(num_blocks)
     return StepPlan(
         slots=column(0),
         starts=column(start),
         lengths=column(length),
         samples=np.array([True]),
         token_ids=column(*[0] * length),
-        table_slots=column(*[0] * num_blocks),
-        table_positions=column(*blocks),
-        table_blocks=column(*blocks),
+        table_slots=column(*[0] * len(tables)),
+        table_positions=column(*[position for position, _ in tables]),
+        table_blocks=column(*[block for _, block in tables]),
         copy_sources=column(),
         copy_targets=column(),
         sequence_starts=sequence_starts,

@@ -13,6 +13,7 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, RecurrentConfig
 from core.errors import NotEnoughMemory, StartupError
+from core.kv_cache import least_window_blocks, num_seen_blocks
 from gpu.adapters import adapter_bytes
 from gpu.attention import MAX_GATHERED_TOKENS, MAX_SCORES
 from gpu.blocks import why_not_in_place
@@ -20,7 +21,7 @@ from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.cpu_kernels.support import attends, choose_for, why_no_kernels
 from gpu.device import DeviceChoice, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
-from gpu.kv_cache import bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within
+from gpu.kv_cache import bytes_per_block, bytes_per_token, kv_dtype_of, layer_bytes, num_blocks_for
 from gpu.linear import can_gather, can_pack
 from gpu.parameters import EMBEDDING, LayerWeights, empty_ends, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
@@ -44,6 +45,8 @@ ROUNDING_TOKENS = 100  # of a proposed --max-model-len
 # loses some between blocks.
 SHARED_MEMORY_SHARE, OWN_MEMORY_SHARE = 0.5, 0.95
 KEPT_STATES_SHARE, MOST_KEPT_STATES = 0.15, 4  # of recurrent layers: of the room, and for each sequence
+WINDOWS_A_SEQUENCE = 2  # times what a sequence sees: window blocks for each, the rest for prompts that come back ...
+WINDOW_SHARE = 2 / 3  # ... and at most so many of the blocks that there would be if all layers had one table
 FIX_MARGIN = 0.02  # of the free memory, left by proposed settings: a minute later there may be less
 
 
@@ -63,6 +66,7 @@ class MemoryPlan:
         free_bytes: on the device, before anything is loaded.
         measured_graph_bytes: of CUDA graphs; None: they are estimated, before loading.
         num_blocks: for sequences; the cache holds one more.
+        num_window_blocks: the same of layers with windows; 0: all layers have one table.
         num_kept_states: of recurrent layers, kept at block borders for later prompts.
     """
 
@@ -75,6 +79,7 @@ class MemoryPlan:
     free_bytes: int
     measured_graph_bytes: int | None = None
     num_blocks: int = 0
+    num_window_blocks: int = 0
     num_kept_states: int = 0
 
     @property
@@ -119,17 +124,39 @@ class MemoryPlan:
         return bytes_per_token(self.model, self.kv_dtype)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer that caches, its window, if it has window blocks; empty: all layers have one table."""
+        return () if why_one_table(self.model, self.engine, self.device) else _windows_of(self.model, self.engine)
+
+    @property
+    def least_window_blocks(self) -> int:
+        """With which one sequence can run; 0: all layers have one table."""
+        return _least_window_blocks(self.windows, self.engine) if self.windows else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block: all layers, or those without window blocks."""
+        return bytes_per_block(self.model, self.kv_dtype) - self.window_block_bytes
+
+    @property
+    def window_block_bytes(self) -> int:
+        found = zip(self.windows, layer_bytes(self.model, self.kv_dtype), strict=False)
+        return BLOCK_SIZE * sum(size_bytes for window, size_bytes in found if window is not None)
+
+    @property
     def kv_tokens(self) -> int:
         return self.num_blocks * BLOCK_SIZE
 
     @property
     def kv_bytes(self) -> int:
-        return (self.num_blocks + 1) * bytes_per_block(self.model, self.kv_dtype)
+        """With the scratch blocks."""
+        return (self.num_blocks + 1) * self.block_bytes + (self.num_window_blocks + 1) * self.window_block_bytes
 
     @property
     def least_kv_bytes(self) -> int:
-        """One sequence of max_model_len, with the scratch block."""
-        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.kv_dtype)
+        """One sequence of max_model_len, with the scratch blocks."""
+        num_blocks = num_blocks_for(self.max_model_len) + 1
+        return num_blocks * self.block_bytes + (self.least_window_blocks + 1) * self.window_block_bytes
 
     @property
     def offload_bytes(self) -> int:
@@ -174,7 +201,8 @@ class MemoryPlan:
         """
         plan = replace(self, measured_graph_bytes=measured_bytes, num_kept_states=0)
         plan = replace(plan, num_kept_states=_num_kept_states(plan))
-        return replace(plan, num_blocks=_num_blocks(plan))
+        num_blocks, num_window_blocks = _num_blocks(plan)
+        return replace(plan, num_blocks=num_blocks, num_window_blocks=num_window_blocks)
 
     def most(self, setting: str) -> int:
         """The largest value of a setting that fits, up to its own; 0: none. Memory grows with it."""
@@ -350,15 +378,58 @@ def _num_kept_states(plan: MemoryPlan) -> int:
     return max(0, min(MOST_KEPT_STATES * plan.engine.max_sequences, room_bytes // size_bytes))
 
 
-def _num_blocks(plan: MemoryPlan) -> int:
-    """All sequences at full length, by default within a share of the room; at least one sequence."""
+def why_one_table(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> str | None:
+    """Why layers with windows have no KV blocks of their own; None: they have, and give back what no token sees.
+
+    Args:
+        engine: max_model_len is set.
+    """
+    windows = _windows_of(model, engine)
+    length = num_blocks_for(engine.max_model_len or model.max_position) * BLOCK_SIZE
+    if None not in windows or not any(windows):
+        return "all layers see alike"
+    if not engine.has_window_blocks:
+        return "the model drafts, or is measured"
+    if device.device.type != "cpu":
+        return "its kernels read one table"
+    if engine.tensor_parallel > 1:
+        return "ranks have one table"
+    if engine.kv_offload_bytes:
+        return "copies in host memory are of all layers"
+    if model.recurrence is not None:
+        return "it has recurrent layers"
+    if _least_window_blocks(windows, engine) >= length // BLOCK_SIZE:
+        return "one context has no more blocks than a window and a step"
+    return None
+
+
+def _windows_of(model: ModelConfig, engine: EngineConfig) -> tuple[int | None, ...]:
+    return model.kv_windows(num_blocks_for(engine.max_model_len or model.max_position) * BLOCK_SIZE)
+
+
+def _least_window_blocks(windows: tuple[int | None, ...], engine: EngineConfig) -> int:
+    longest = max(one for one in windows if one is not None)
+    return least_window_blocks(longest, engine.max_batch_tokens, BLOCK_SIZE)
+
+
+def _num_blocks(plan: MemoryPlan) -> tuple[int, int]:
+    """Blocks and window blocks: all sequences at full length, by default within a share of the room; at least one."""
     _check(plan)
-    one_sequence = num_blocks_for(plan.max_model_len)
-    if plan.engine.kv_memory_bytes is not None:
-        return num_blocks_within(plan.engine.kv_memory_bytes, plan.model, plan.kv_dtype)
+    one_sequence, max_sequences = num_blocks_for(plan.max_model_len), plan.engine.max_sequences
     share = SHARED_MEMORY_SHARE if plan.device.device.type == "cpu" else OWN_MEMORY_SHARE
-    usual = num_blocks_within(int(plan.kv_room_bytes * share), plan.model, plan.kv_dtype)
-    return min(plan.engine.max_sequences * one_sequence, max(usual, one_sequence))
+    room_bytes = plan.engine.kv_memory_bytes or max(int(plan.kv_room_bytes * share), plan.least_kv_bytes)
+    num_window_blocks, least = 0, plan.least_window_blocks
+    if least:
+        longest = max(one for one in plan.windows if one is not None)
+        wanted = least + WINDOWS_A_SEQUENCE * max_sequences * num_seen_blocks(longest, BLOCK_SIZE)
+        most = int(WINDOW_SHARE * room_bytes / (plan.block_bytes + plan.window_block_bytes))
+        most = min(most, (room_bytes - (one_sequence + 1) * plan.block_bytes) // plan.window_block_bytes - 1)
+        num_window_blocks = min(wanted, max(most, least), max_sequences * one_sequence)
+        room_bytes -= (num_window_blocks + 1) * plan.window_block_bytes
+    num_blocks = room_bytes // plan.block_bytes - 1
+    if plan.engine.kv_memory_bytes is None:
+        num_blocks = min(num_blocks, max_sequences * one_sequence)
+    return num_blocks, num_window_blocks
 
 
 def _check(plan: MemoryPlan) -> None:

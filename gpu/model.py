@@ -297,7 +297,7 @@ class Model:
         turned = UNROTATED if layer.rope is None else rotations[layer.rope]
         if layer.latent is not None and turned.factors is not None:
             query, cached = layer.latent.queries_and_cached(layer.qkv(x), turned.factors)
-            kv.keys.index_copy_(0, batch.tokens.kv_slots, cached)
+            kv.keys.index_copy_(0, batch.tokens.slots_in(kv), cached)
             attended = operators.attention.attend(query, kv, batch.attending[layer.sight], layer.scores)
             added = layer.output(layer.latent.values(attended))
             return added if operators.ranks is None else operators.ranks.sum(added)
@@ -308,7 +308,7 @@ class Model:
         if layer.has_own:
             qkv = self._with_values(layer, qkv)
             norms = self._own_norms(layer, qkv)
-            query = operators.rotate_and_store(qkv, norms, turned.factors, kv, batch.tokens.kv_slots)
+            query = operators.rotate_and_store(qkv, norms, turned.factors, kv, batch.tokens.slots_in(kv))
         else:
             query = operators.rotated(qkv, layer.query_norm, turned.factors)
         if turned.query_scale is not None:

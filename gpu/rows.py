@@ -3,7 +3,7 @@
 kernels/rows.py has Triton's kernels, whose results have fixed addresses, so that a graph may hold them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from gpu.kv_cache import zeros
+from gpu.kv_cache import LayerKV, zeros
 
 NO_SLOT = -1  # of padding
 MOST_STATES = 256  # of a slot's newest tokens
@@ -44,11 +44,23 @@ class StepTokens:
 
     Args:
         kv_slots: block * 16 + offset, where each token's keys and values go.
+        window_slots: the same in window blocks; None: there are none.
     """
 
     token_ids: Tensor  # int64 [tokens]
     positions: Tensor  # float32 [tokens], for RoPE
     kv_slots: Tensor  # int64 [tokens]
+    window_slots: Tensor | None = None  # int64 [tokens]
+
+    def with_own_slots(self) -> "StepTokens":
+        """The same, with copies of where keys and values go."""
+        behind = None if self.window_slots is None else self.window_slots.clone()
+        return replace(self, kv_slots=self.kv_slots.clone(), window_slots=behind)
+
+    def slots_in(self, kv: LayerKV) -> Tensor:
+        """Where they go in a layer's cache."""
+        assert not kv.has_windows or self.window_slots is not None, "a layer has window blocks"
+        return self.window_slots if kv.has_windows and self.window_slots is not None else self.kv_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,7 @@ class DeviceTables:
     """What stays on the device between steps.
 
     Args:
-        blocks: [slots, blocks of a sequence], contiguous.
+        blocks: [slots, blocks of a sequence], contiguous; with window blocks, these behind the others: twice as wide.
         last_tokens: int64 [slots]: what each slot sampled last.
         scratch: the block that pads tables and is never written.
         padding: the block that padding's keys and values go to, and that is never read.
@@ -66,6 +78,12 @@ class DeviceTables:
     last_tokens: Tensor
     scratch: int
     padding: int
+    has_windows: bool = False
+
+    @property
+    def width(self) -> int:
+        """Blocks of a sequence."""
+        return self.blocks.shape[1] // (1 + self.has_windows)
 
 
 class LastStates:
@@ -112,13 +130,21 @@ class RowOperators:
         slots, positions, token_ids = inputs.tokens.long().unbind()  # [tokens] each
         token_ids = torch.where(token_ids < 0, tables.last_tokens.index_select(0, slots), token_ids)
         places = slots * tables.blocks.shape[1] + positions // BLOCK_SIZE
-        kv_slots = positions % BLOCK_SIZE
-        kv_slots.add_(tables.blocks.view(-1).index_select(0, places), alpha=BLOCK_SIZE)
-        return StepTokens(token_ids, positions.float(), kv_slots)
+        offsets, blocks = positions % BLOCK_SIZE, tables.blocks.view(-1)
+        kv_slots = blocks.index_select(0, places) * BLOCK_SIZE + offsets
+        window_slots = None
+        if tables.has_windows:
+            window_slots = blocks.index_select(0, places + tables.width) * BLOCK_SIZE + offsets
+        return StepTokens(token_ids, positions.float(), kv_slots, window_slots)
 
     def tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
         """The rows' block tables, [rows, num_blocks]."""
         return self._tables.blocks[:, :num_blocks].index_select(0, inputs.slots)
+
+    def window_tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
+        """The same of window blocks."""
+        first = self._tables.width
+        return self._tables.blocks[:, first : first + num_blocks].index_select(0, inputs.slots)
 
     def change_tables(self, places: Tensor, blocks: Tensor) -> None:
         """Write blocks to the tables. places: indexes into all tables, end to end."""

@@ -23,7 +23,7 @@ from gpu.adapters import LoadedAdapter, load_adapter
 from gpu.attention import IntArray
 from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, to_device, trim_heap
-from gpu.kv_cache import KVCache, bytes_per_block
+from gpu.kv_cache import KVCache
 from gpu.kv_store import CopyTicket, KVOffload, open_offload
 from gpu.linear import Linear
 from gpu.memory_plan import MemoryPlan
@@ -120,9 +120,9 @@ class ModelRunner:
             self._states: States | None = None
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
-            self._cache = KVCache(
-                config, memory.num_blocks, memory.kv_dtype, device, has_padding=self._recorder is not None
-            )
+            has_padding, windows = self._recorder is not None, memory.windows
+            kinds = memory.kv_dtype, device, has_padding, windows, memory.num_window_blocks
+            self._cache = KVCache(config, memory.num_blocks, *kinds)
             if config.recurrence is not None:
                 self._states = States(config, engine.max_sequences, memory.num_kept_states, memory.device.dtype, device)
             with _device_errors():
@@ -135,13 +135,14 @@ class ModelRunner:
             max_batch_tokens=engine.max_batch_tokens,
             max_model_len=memory.max_model_len,
             vocab_size=config.vocab_size,
-            block_bytes=bytes_per_block(config, memory.kv_dtype),
+            block_bytes=memory.block_bytes,
             max_in_flight=steps_in_flight(engine.overlap, device),
             prompt_tile=operators.attention.prompt_tile,
             few_tokens=FEW_TOKENS[device.type],
             max_drafts=max_drafts,
             num_kept_states=None if config.recurrence is None else memory.num_kept_states,
-            window=config.longest_window,
+            window=max((one for one in windows if one is not None), default=config.longest_window),
+            num_window_blocks=memory.num_window_blocks if windows else None,
             shares_answers=not engine.deterministic,
         )
 

@@ -54,20 +54,28 @@ class BlockTables:
 
     Args:
         scratch_block: stands where a sequence has no block yet.
+        scratch_window: the same of window blocks, whose tables lie behind the others; None: there are none.
     """
 
-    def __init__(self, max_sequences: int, max_model_len: int, scratch_block: int) -> None:
+    def __init__(
+        self, max_sequences: int, max_model_len: int, scratch_block: int, scratch_window: int | None = None
+    ) -> None:
         self.width = num_blocks_for(max_model_len)
-        self.scratch_block = scratch_block
-        self.blocks = np.full((max_sequences, self.width), scratch_block, dtype=np.int64)  # [slots, width]
+        self.scratch_block, self.scratch_window = scratch_block, scratch_window
+        scratch = [scratch_block] if scratch_window is None else [scratch_block, scratch_window]
+        self._empty = np.repeat(np.array(scratch, np.int64), self.width)
+        self.blocks = np.tile(self._empty, (max_sequences, 1))  # [slots, width, or twice that]
         self.num_prompt_tokens = np.zeros(max_sequences, dtype=np.int64)  # [slots]
 
     def grow(self, plan: StepPlan) -> None:
         """Reset the slots that start, and add the plan's new blocks."""
         for start in plan.sequence_starts:
-            self.blocks[start.slot] = self.scratch_block
+            self.blocks[start.slot] = self._empty
             self.num_prompt_tokens[start.slot] = start.num_prompt_tokens
-        self.blocks[plan.table_slots, plan.table_positions] = plan.table_blocks
+        positions, blocks = plan.table_positions, plan.table_blocks
+        if self.scratch_window is not None:
+            positions, blocks = positions + self.width * (blocks < 0), np.where(blocks < 0, ~blocks, blocks)
+        self.blocks[plan.table_slots, positions] = blocks
 
     def changes(self, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
         """(place, its new block) of the plan's changes, each place once; places count through all tables end to end."""
@@ -77,23 +85,29 @@ class BlockTables:
         return places[lasts], plan.table_blocks[lasts]
 
     def of(self, slot: int) -> IntArray:
-        """A slot's blocks, in order."""
-        found: IntArray = self.blocks[slot, self.blocks[slot] != self.scratch_block]
-        return found
+        """A slot's blocks, in order, then its window blocks, as ~b."""
+        found, has_block = self.blocks[slot], self.blocks[slot] != self._empty
+        own, behind = found[: self.width][has_block[: self.width]], found[self.width :][has_block[self.width :]]
+        return np.concatenate([own, ~behind])
 
-    def rows_of(self, layout: "StepLayout") -> HostRows:
+    def rows_of(self, layout: "StepLayout", are_windows: bool = False) -> HostRows:
         """What each row attends to, for attention that reads it on the host."""
-        tables = self.blocks[layout.slots, : num_blocks_for(int(layout.ends.max(initial=0)))]
+        first, scratch = self.width * are_windows, self.scratch_window if are_windows else self.scratch_block
+        assert scratch is not None, "there are window blocks"
+        tables = self.blocks[layout.slots, first : first + num_blocks_for(int(layout.ends.max(initial=0)))]
         offsets = np.concatenate([np.arange(layout.num_own + 1), layout.num_own + np.cumsum(layout.lengths)])
-        return HostRows(tables, layout.ends, offsets, self.scratch_block)
+        return HostRows(tables, layout.ends, offsets, scratch)
 
     def fresh_blocks(self, plan: StepPlan) -> IntArray:
-        """Blocks that the step begins but does not fill: the rest still has an earlier sequence's content."""
+        """Blocks that the step begins but does not fill: the rest still has an earlier sequence's content. With ~b."""
         ends = plan.starts + plan.lengths
         last_block = (ends - 1) // BLOCK_SIZE
         is_fresh = (last_block * BLOCK_SIZE >= plan.starts) & (ends % BLOCK_SIZE != 0)
-        found: IntArray = self.blocks[plan.slots[is_fresh], last_block[is_fresh]]
-        return found
+        slots, places = plan.slots[is_fresh], last_block[is_fresh]
+        found: IntArray = self.blocks[slots, places]
+        if self.scratch_window is None:
+            return found
+        return np.concatenate([found, ~self.blocks[slots, places + self.width]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,14 +308,16 @@ class Steps:
         self._sights = model.config.sights
         engine, device, attention = memory.engine, cache.device, operators.attention
         max_rows, max_tokens = shapes.decodes[-1], engine.max_batch_tokens
-        self.tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
+        scratch_window = cache.num_window_blocks if cache.window_tensors else None
+        self.tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block, scratch_window)
         self._adapters = SlotAdapters(device)
         self._pooler = Pooler(model.normed, model.logits, model.score)
         self._is_host = streams.is_host
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
             blocks = blocks.to(device, torch.int32, copy=True)
-        on_device = DeviceTables(blocks, self._sampler.last_tokens, cache.scratch_block, cache.padding_block)
+        scratch = cache.scratch_block, cache.padding_block, scratch_window is not None
+        on_device = DeviceTables(blocks, self._sampler.last_tokens, *scratch)
         self._are_own_alone = attention.are_own_tokens_alone or operators.is_deterministic
         largest = StepShape(max_tokens if self._are_own_alone else max_rows, 0, max_tokens)
         all_shapes = [*shapes.chunks, largest]
@@ -349,7 +365,9 @@ class Steps:
         if padded is not None:
             work = partial(self._replay, padded)
         else:
-            rows = self.tables.rows_of(layout)
+            rows = [self.tables.rows_of(layout)]
+            if self.tables.scratch_window is not None:
+                rows.append(self.tables.rows_of(layout, are_windows=True))
             recurrent = None
             if self._states is not None:
                 recurrent = self._states.rows_of(plan, layout.num_own, layout.tokens, layout.lengths)
@@ -392,7 +410,7 @@ class Steps:
         plan: StepPlan,
         layout: StepLayout,
         num_logits: int,
-        rows: HostRows,
+        rows: list[HostRows],
         adapted: AdaptedRows | None,
         recurrent: RecurrentRows | None,
     ) -> None:
@@ -424,19 +442,23 @@ class Steps:
         shape: StepShape,
         num_blocks: int,
         asked: Tensor | None,
-        host: HostRows | None,
+        host: list[HostRows] | None,
         adapted: AdaptedRows | None = None,
         recurrent: RecurrentRows | None = None,
     ) -> Tensor:
         """
         Args:
             num_blocks: of the longest context, at least.
-            host: the rows on the host; None: in a graph.
+            host: the rows on the host, and those over window blocks, if there are any; None: in a graph.
         """
         dtype, tables = self._operators.attention.index_dtype, self._rows.tables_of(inputs, num_blocks)
         columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
-        rows = RaggedRows(*columns, num_decodes=shape.num_decodes, window=None, host=host)
-        attending = rows_by_sight(rows, self._sights, self.tables.width * BLOCK_SIZE)
+        rows = RaggedRows(*columns, num_decodes=shape.num_decodes, window=None, host=host[0] if host else None)
+        behind = None
+        if host is not None and len(host) > 1:
+            tables = self._rows.window_tables_of(inputs, num_blocks)
+            behind = replace(rows, tables=tables.to(dtype), host=host[1])
+        attending = rows_by_sight(rows, self._sights, self.tables.width * BLOCK_SIZE, behind)
         batch = Batch(self._rows.tokens_of(inputs), attending, asked, adapted, recurrent)
         return self._model.forward(batch, self._cache)
 
@@ -457,8 +479,9 @@ class Steps:
         if len(places):
             self._rows.change_tables(places, blocks)
         if len(cleared):
-            for tensor in self._cache.tensors:
-                self._rows.clear_blocks(tensor, cleared)
+            for tensors, own in zip(self._cache.kinds, self._cache.parts_of(cleared), strict=True):
+                for tensor in tensors:
+                    self._rows.clear_blocks(tensor, own)
         if started and len(started[0]) and (kernel := self._sampler.launched) is not None:
             kernel.put_started(started)
         self._inputs[: len(inputs)].copy_(inputs)
@@ -473,8 +496,14 @@ def _num_asked(shape: StepShape) -> int:
     return shape.num_rows if shape.num_prompts else 0
 
 
-def rows_by_sight(rows: RaggedRows, sights: tuple[Sight, ...], max_model_len: int) -> dict[Sight, RaggedRows]:
-    """Windows and chunks that hide nothing share their rows with those that have none."""
+def rows_by_sight(
+    rows: RaggedRows, sights: tuple[Sight, ...], max_model_len: int, behind: RaggedRows | None = None
+) -> dict[Sight, RaggedRows]:
+    """Windows and chunks that hide nothing share their rows with those that have none.
+
+    Args:
+        behind: the rows over window blocks, for the other windows and chunks.
+    """
     found: dict[Sight, RaggedRows] = {}
     by_sight = {}
     for sight in sights:
@@ -482,6 +511,7 @@ def rows_by_sight(rows: RaggedRows, sights: tuple[Sight, ...], max_model_len: in
         chunk = sight.chunk if sight.chunk and sight.chunk < max_model_len else None
         seen = replace(sight, window=window, chunk=chunk)
         if seen not in found:
-            found[seen] = replace(rows, window=window) if chunk is None else rows_in_chunks(rows, chunk)
+            own = rows if behind is None or (window is None and chunk is None) else behind
+            found[seen] = replace(own, window=window) if chunk is None else rows_in_chunks(own, chunk)
         by_sight[sight] = found[seen]
     return by_sight

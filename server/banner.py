@@ -132,6 +132,8 @@ def _engine_lines(engine: "EngineFacts", config: ServerConfig) -> list[str]:
     num_tokens, num_host_tokens = limits.num_blocks * limits.block_size, limits.num_host_blocks * limits.block_size
     num_full = num_tokens / limits.max_model_len
     host = f", {num_host_tokens:,} more in host memory" if num_host_tokens else ""
+    if limits.num_window_blocks is not None:
+        host += f", {limits.num_window_blocks * limits.block_size:,} in layers with windows"
     kv = (
         f"{num_tokens:,} tokens = {num_full:.1f} x {limits.max_model_len:,} ({format_size(engine.kv_size_bytes)}){host}"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from core.config import CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
+from core.config import BLOCK_SIZE, CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
 from core.drafts import DraftModel
 from core.encoders import EncoderConfig, is_encoder
 from core.engine import Engine
@@ -459,6 +459,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     layers = f", layers {scheme}" if scheme else ""
     num_full = plan.kv_tokens / plan.max_model_len
     kv = f"{format_size(plan.kv_bytes)}: {plan.kv_tokens:,} tokens = {num_full:.1f} x {plan.max_model_len:,}"
+    if plan.num_window_blocks:
+        kv += f", {plan.num_window_blocks * BLOCK_SIZE:,} in the layers with windows"
     offload = f"{format_size(plan.offload_bytes)} for prompts that the KV cache evicts"
     graphs = describe_graphs(part, plan.device, engine)
     facts = {
@@ -648,6 +650,7 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     if len(tokens) < 2:
         raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
     engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1, tensor_parallel=1)
+    engine = replace(engine, has_window_blocks=False)
     yield Fact("test text", f"{len(tokens):,} tokens of prose, speech and code")
     plain: Predictions | None = None
     schemes = (config.quantize,) if config.quantize is not None else QUANTIZE_SCHEMES

@@ -207,9 +207,9 @@ class RecordedLayers:
         return recorded.out
 
     def _record(self, compute: "ComputeLayers", x: Tensor, rotations: "list[Rotation]", batch: "Batch") -> Tensor:
-        x, slots = x.clone(), batch.tokens.kv_slots.clone()
+        x = x.clone()
         rotations = [replace(one, factors=None if one.factors is None else one.factors.clone()) for one in rotations]
-        kept = replace(batch, tokens=replace(batch.tokens, kv_slots=slots))
+        kept = replace(batch, tokens=batch.tokens.with_own_slots())
         with _Recording() as recording:
             out = compute(x, rotations, kept)
         num_rows, calls = len(x), recording.calls
@@ -241,4 +241,5 @@ def _side_by_side(calls: list[AttentionArguments]) -> tuple[list[npt.NDArray[np.
 
 def _tensors(x: Tensor, rotations: "list[Rotation]", batch: "Batch") -> list[Tensor]:
     """What kernels read that is another's in each step."""
-    return [x, batch.tokens.kv_slots, *(one.factors for one in rotations if one.factors is not None)]
+    slots = [one for one in (batch.tokens.kv_slots, batch.tokens.window_slots) if one is not None]
+    return [x, *slots, *(one.factors for one in rotations if one.factors is not None)]

@@ -419,6 +419,9 @@ steploop_budget_used_ratio gauge budgets[tenant,key,limit] | Used part of the bu
 steploop_kv_blocks gauge stats.num_blocks | KV blocks.
 steploop_kv_blocks_used gauge stats.num_used_blocks | KV blocks in use.
 steploop_kv_blocks_cached gauge stats.num_cached_blocks | Free KV blocks with cached content.
+steploop_kv_window_blocks gauge stats.num_window_blocks | KV blocks of layers with windows; 0: layers share blocks.
+steploop_kv_window_blocks_used gauge stats.num_used_window_blocks | Of these, in use.
+steploop_kv_window_blocks_cached gauge stats.num_cached_window_blocks | Of these, free with cached content.
 steploop_prefix_cache_queries_total counter stats.num_cache_queries | Prompt tokens looked up.
 steploop_prefix_cache_hits_total counter stats.num_cache_hits | Prompt tokens found.
 steploop_prefix_cache_evictions_total counter stats.num_cache_evictions | Cached KV blocks reused.

@@ -11,7 +11,7 @@ from core.config import EngineConfig, LatentConfig, ModelConfig
 from core.config_json import parse_model_config
 from core.errors import StartupError
 from gpu.device import DeviceChoice
-from gpu.kv_cache import INT8, KVCache, bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within
+from gpu.kv_cache import INT8, KVCache, bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for
 
 CONFIG: ModelConfig = parse_model_config(
     {
@@ -72,12 +72,6 @@ def test_layer_views_share_the_caches_memory(cache: KVCache) -> None:
 def test_sizes_count_keys_and_values_of_all_layers() -> None:
     assert bytes_per_token(CONFIG, torch.bfloat16) == 2 * 3 * 2 * 2 * 2
     assert bytes_per_block(CONFIG, torch.float32) == 16 * 2 * 3 * 2 * 2 * 4
-
-
-def test_blocks_within_memory_leave_room_for_scratch() -> None:
-    block = bytes_per_block(CONFIG, torch.float32)
-    assert [num_blocks_within(n * block, CONFIG, torch.float32) for n in (0, 1, 2, 10)] == [0, 0, 1, 9]
-    assert num_blocks_within(2 * block - 1, CONFIG, torch.float32) == 0
 
 
 def test_blocks_for_tokens_round_up() -> None:
