@@ -27,23 +27,25 @@ class BlockFormat:
 
     Args:
         elements, size_bytes: of a block.
-        fields: (bytes of one, how many), in order.
+        fields: (bytes of one, how many, the first one's place in a file's block), in the order that they are packed in.
         group: inputs that share a scale: 16 or 32.
         signed: where signed bytes begin, whose sign bit is turned; None: there are none.
     """
 
     elements: int
     size_bytes: int
-    fields: tuple[tuple[int, int], ...]
+    fields: tuple[tuple[int, int, int], ...]
     group: int
     middle: int
     has_minima: bool = False
     signed: int | None = None
 
 
-def _format(name: str, fields: tuple[tuple[int, int], ...], group: int, middle: int, **more: bool | int) -> BlockFormat:
+def _format(
+    name: str, fields: tuple[tuple[int, int, int], ...], group: int, middle: int, **more: bool | int
+) -> BlockFormat:
     elements, size_bytes = BLOCKS[name]
-    assert sum(width * count for width, count in fields) == size_bytes
+    assert sum(width * count for width, count, _ in fields) == size_bytes
     return BlockFormat(elements, size_bytes, fields, group, middle, **more)  # type: ignore[arg-type]
 
 
@@ -51,27 +53,35 @@ def _format(name: str, fields: tuple[tuple[int, int], ...], group: int, middle: 
 MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+# Of each 128 inputs' quads: a word of nibbles of the first half, of the second, and of all four quarters' high bits.
+Q6_K_WORDS = tuple(
+    (4, 1, place + 4 * quad)
+    for half in range(2)
+    for quad in range(8)
+    for place in (64 * half, 64 * half + 32, 128 + 32 * half)
+)
+
 INT4_FORMATS = {128: "INT4_128", 64: "INT4_64", 32: "INT4_32"}
 """By the inputs that share a scale and a zero, the largest first: those of QuantizedWeight."""
 
 FORMATS = {
     **{
-        name: BlockFormat(size, 4 + size // 2, ((2, 2), (4, size // 8)), 32, 8, has_minima=True)
+        name: BlockFormat(size, 4 + size // 2, ((2, 2, 0), (4, size // 8, 4)), 32, 8, has_minima=True)
         for size, name in INT4_FORMATS.items()
     },
-    "Q8_0": _format("Q8_0", ((2, 1), (4, 8)), 32, 128, signed=2),
-    "Q4_0": _format("Q4_0", ((2, 1), (4, 4)), 32, 8),
-    "Q4_1": _format("Q4_1", ((2, 2), (4, 4)), 32, 0, has_minima=True),
-    "Q5_0": _format("Q5_0", ((2, 1), (4, 5)), 32, 16),
-    "Q5_1": _format("Q5_1", ((2, 2), (4, 5)), 32, 0, has_minima=True),
-    "IQ4_NL": _format("IQ4_NL", ((2, 1), (4, 4)), 32, 128),
-    "IQ4_XS": _format("IQ4_XS", ((2, 2), (4, 33)), 32, 128),
-    "MXFP4": _format("MXFP4", ((1, 1), (4, 4)), 32, 12),
-    "Q2_K": _format("Q2_K", ((1, 16), (4, 16), (2, 2)), 16, 0, has_minima=True),
-    "Q3_K": _format("Q3_K", ((4, 27), (2, 1)), 16, 4),
-    "Q5_K": _format("Q5_K", ((2, 2), (4, 43)), 32, 0, has_minima=True),
-    "Q4_K": _format("Q4_K", ((2, 2), (4, 35)), 32, 0, has_minima=True),
-    "Q6_K": _format("Q6_K", ((4, 48), (1, 16), (2, 1)), 16, 32),
+    "Q8_0": _format("Q8_0", ((2, 1, 0), (4, 8, 2)), 32, 128, signed=2),
+    "Q4_0": _format("Q4_0", ((2, 1, 0), (4, 4, 2)), 32, 8),
+    "Q4_1": _format("Q4_1", ((2, 2, 0), (4, 4, 4)), 32, 0, has_minima=True),
+    "Q5_0": _format("Q5_0", ((2, 1, 0), (4, 5, 2)), 32, 16),
+    "Q5_1": _format("Q5_1", ((2, 2, 0), (4, 5, 4)), 32, 0, has_minima=True),
+    "IQ4_NL": _format("IQ4_NL", ((2, 1, 0), (4, 4, 2)), 32, 128),
+    "IQ4_XS": _format("IQ4_XS", ((2, 2, 0), (4, 33, 4)), 32, 128),
+    "MXFP4": _format("MXFP4", ((1, 1, 0), (4, 4, 1)), 32, 12),
+    "Q2_K": _format("Q2_K", ((2, 2, 80), (1, 16, 0), (4, 16, 16)), 16, 0, has_minima=True),
+    "Q3_K": _format("Q3_K", ((2, 1, 108), (4, 3, 96), (4, 24, 0)), 16, 4),
+    "Q5_K": _format("Q5_K", ((2, 2, 0), (4, 43, 4)), 32, 0, has_minima=True),
+    "Q4_K": _format("Q4_K", ((2, 2, 0), (4, 35, 4)), 32, 0, has_minima=True),
+    "Q6_K": _format("Q6_K", ((2, 1, 208), (1, 16, 192), *Q6_K_WORDS), 16, 32),
 }
 """Formats that are multiplied as they are stored. Source: ggml-common.h; int4: half floats of a scale and of the zero,
 then nibbles as Q4_0 has them."""

@@ -145,13 +145,11 @@ class Unit:
             word(stream, n): a word of four bytes of these outputs, and the unit's index in the block.
         num_quads: of a unit.
         streams: (first byte in the stored block, words that a unit has of its own).
-        others: the bytes before or after the streams, of a block that is long.
     """
 
     numbers: Callable[[Any, Callable[[int, int], Any], Any], Iterator[tuple[int, Any]]]
     num_quads: int
     streams: tuple[tuple[int, int], ...]
-    others: tuple[int, int] = (0, 0)
 
 
 def _masked(builder, x, by, mask, to=0):
@@ -205,9 +203,9 @@ def _q5_k(builder, word, index):
 
 
 def _q6_k(builder, word, index):
-    """16 words of nibbles, 8 of pairs of high bits. Source: ggml-quants.c, dequantize_row_q6_K."""
+    """Of 8 quads, two words of nibbles and one of pairs of high bits. Source: ggml-quants.c, dequantize_row_q6_K."""
     for quad in range(8):
-        twos, both = word(1, quad), (word(0, quad), word(0, 8 + quad))
+        *both, twos = (word(0, 3 * quad + n) for n in range(3))
         for part in range(4):
             four = _masked(builder, both[part % 2], part // 2 * 4, NIBBLES)
             yield 8 * part + quad, builder.or_(four, _masked(builder, twos, 2 * part, TWOS, 4))
@@ -237,15 +235,15 @@ UNITS = {
     "Q4_1": Unit(_nibbles(4), 8, ((4, 4),)),
     "Q5_0": Unit(_q5, 8, ((2, 5),)),
     "Q5_1": Unit(_q5, 8, ((4, 5),)),
-    **{name: Unit(_nibbles(4), 8, ((4, 4),), (0, 4)) for name in INT4_FORMATS.values()},
+    **{name: Unit(_nibbles(4), 8, ((4, 4),)) for name in INT4_FORMATS.values()},
     "MXFP4": Unit(_of_table([number + FORMATS["MXFP4"].middle for number in MXFP4_NUMBERS]), 8, ((1, 4),)),
     "IQ4_NL": Unit(_of_table([number + FORMATS["IQ4_NL"].middle for number in IQ4_NUMBERS]), 8, ((2, 4),)),
-    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),), (0, 8)),
-    "Q2_K": Unit(_q2_k, 32, ((16, 8),), (0, 16)),
-    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8)), (96, 110)),
-    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),), (0, 16)),
-    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8)), (0, 16)),
-    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8)), (192, 210)),
+    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),)),
+    "Q2_K": Unit(_q2_k, 32, ((20, 8),)),
+    "Q3_K": Unit(_q3_k, 32, ((14, 0), (46, 8))),
+    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),)),
+    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8))),
+    "Q6_K": Unit(_q6_k, 32, ((18, 24),)),
 }
 NAMES, SIGNED = tuple(FORMATS), tuple(found.signed is not None for found in FORMATS.values())
 BYTES, ELEMENTS, MIDDLES, GROUPS, HAVE_MINIMA = (
@@ -382,13 +380,12 @@ def _decode_k_scales(at, scales, minima):
 
 @njit(cache=True)
 def _decode_q2_k_scales(at, scales, minima):
-    """16 bytes of a scale and a minimum each, and at the end the scales of both."""
-    ends = at + (16 + 64) * BLOCK_OUTPUTS
+    """Scales of scales and of minima, then 16 bytes of both."""
     for column in range(COLUMNS):
-        scale = load_halves(ends + column * REGISTER_BYTES // 2)
-        minimum = load_halves(ends + 2 * BLOCK_OUTPUTS + column * REGISTER_BYTES // 2)
+        scale = load_halves(at + column * REGISTER_BYTES // 2)
+        minimum = load_halves(at + 2 * BLOCK_OUTPUTS + column * REGISTER_BYTES // 2)
         for part in range(16):
-            both = load_bytes(at + part * BLOCK_OUTPUTS + column * LANES)
+            both = load_bytes(at + (4 + part) * BLOCK_OUTPUTS + column * LANES)
             target = part * SUM_ROW_BYTES + column * REGISTER_BYTES
             store_floats(scales + target, converted(and_(both, 15)) * scale)
             store_floats(minima + target, converted(right(both, 4)) * minimum)
@@ -396,13 +393,13 @@ def _decode_q2_k_scales(at, scales, minima):
 
 @njit(cache=True)
 def _decode_q3_k_scales(at, scales):
-    """At the end three words of sixteen scales in 6 bits, 32 is zero, and their scale.
+    """Scale of scales, then three words of sixteen scales in 6 bits, 32 is zero.
 
     Source: ggml-quants.c, dequantize_row_q3_K.
     """
-    words = at + (32 + 64) * BLOCK_OUTPUTS
+    words = at + 2 * BLOCK_OUTPUTS
     for column in range(0, QUAD_BYTES, REGISTER_BYTES):
-        scale = load_halves(words + 12 * BLOCK_OUTPUTS + column // 2)
+        scale = load_halves(at + column // 2)
         twos = load_pairs(words + 2 * QUAD_BYTES + column)
         for part in range(4):
             low = right(load_pairs(words + part % 2 * QUAD_BYTES + column), part // 2 * 4)
@@ -412,12 +409,11 @@ def _decode_q3_k_scales(at, scales):
 
 @njit(cache=True)
 def _decode_q6_k_scales(at, scales):
-    """At the end 16 signed scales, and their scale."""
-    stored = at + 48 * QUAD_BYTES
+    """Scale of scales, then 16 signed ones."""
     for column in range(COLUMNS):
-        scale = load_halves(stored + 16 * BLOCK_OUTPUTS + column * REGISTER_BYTES // 2)
+        scale = load_halves(at + column * REGISTER_BYTES // 2)
         for part in range(16):
-            sixteen = load_signed(stored + part * BLOCK_OUTPUTS + column * LANES)
+            sixteen = load_signed(at + (2 + part) * BLOCK_OUTPUTS + column * LANES)
             store_floats(scales + part * SUM_ROW_BYTES + column * REGISTER_BYTES, sixteen * scale)
 
 

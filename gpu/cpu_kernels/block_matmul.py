@@ -9,8 +9,8 @@ its company: integers are exact, and floats are added in one order however many 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
     sum of a group = scale_x * (scale * (sum(u * q) - offset * sum(q)) - minimum * sum(q))
 
-One Zen 5 core: one row takes blocks from memory at 27 (Q5_K) to 34 GB/s (Q8_0), where a dot product read 33, and from
-the third-level cache at 56 to 88; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
+One Zen 4 core: one row takes blocks from memory at 25 (Q4_K, Q6_K) to 28 GB/s (Q8_0), where a dot product read 21 to
+28. One Zen 5 core: 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
 
 The blocks lie as gpu/blocks.py says: as stored, each field 64 times, once for each output. block_formats.py decodes
 them. int8 and int4 (--quantize, GPTQ, AWQ) are packed as blocks while they load.
@@ -39,7 +39,6 @@ from gpu.cpu_kernels.block_formats import (
     HAS_AVX512,
     HAVE_MINIMA,
     MIDDLES,
-    NAMES,
     QUAD_BYTES,
     SIGNED,
     SUM_ROW_BYTES,
@@ -63,7 +62,6 @@ from gpu.cpu_kernels.vectors import (
     call,
     constant,
     emit_by_count,
-    emit_prefetch,
     first_lane,
     keep,
     larger,
@@ -98,6 +96,9 @@ MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
 FEW_ROWS = 4  # multiplied by numbers in registers; each thread quantises them for itself
 FEW_REGISTERS = 16 if HAS_AVX512 else 4  # of integer sums
+# Few rows read blocks from end to end, as hardware prefetches; one line of four is prefetched, so that it is not late.
+# All of them, or to the first level, would occupy a core's miss buffers: one Zen 4 core then read 9 to 19 GB/s of 28.
+AHEAD_LINES, AHEAD_BYTES = 4, 4096
 # A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
 SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
 PART_BYTES = PART_INPUTS * BLOCK_OUTPUTS  # decoded
@@ -163,7 +164,7 @@ class PackArguments(ctypes.Structure):
         "next_piece",  # 0
         "stored",  # bytes [outputs, bytes of a row]
         "row_bytes",
-        "fields",  # int64 [fields, 2]: bytes, how many
+        "fields",  # int64 [fields, 3]: bytes, how many, the first one's place in a stored block
         "num_fields",
         "block_bytes",
         "signed",  # where signed bytes begin in a block; -1: there are none
@@ -211,23 +212,24 @@ def _pair_sums(builder, x, y):
 
 
 @of_format
-def few_tile(builder, name, num_rows, x, x_stride, at, num_blocks, scales, minima, sums):
-    """Add the products of up to FEW_ROWS with stored blocks to their sums: numbers stay in registers.
+def few_tile(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
+    """Add the products of up to FEW_ROWS with a stored block to their sums: numbers stay in registers.
 
     Args:
-        at: address of stored blocks.
+        at: address of the stored block.
         x, x_stride, scales, minima, sums: see many_tile.
     """
-    given = (x, x_stride, at, num_blocks, scales, minima, sums)
+    given = (x, x_stride, at, scales, minima, sums)
     emit_by_count(builder, num_rows, FEW_ROWS, lambda rows: _emit_few(builder, name, rows, *given))
 
 
-def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, minima, sums):
+def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
     unit, found = UNITS[name], FORMATS[name]
     num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
-    width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_parts * num_rows)))  # columns at a time
+    width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_rows)))  # columns at a time
     some, row_numbers = range(width), range(num_rows)
-    ahead = found.size_bytes * BLOCK_OUTPUTS * PART_INPUTS // found.elements  # the same place of the next part
+    unit_lines = found.size_bytes * 4 * unit.num_quads // found.elements
+    pass_lines = -(-unit_lines * width // COLUMNS)
     totals = [[cgutils.alloca_once(builder, FLOATS) for _ in some] for _ in row_numbers]
     counts = [
         [[cgutils.alloca_once(builder, PAIRS) for _ in some] for _ in row_numbers]
@@ -241,7 +243,10 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
 
         for row, column in product(row_numbers, some):
             builder.store(load(builder, sums_at(row, column), FLOATS), totals[row][column])
-        with units(builder, name, at, num_blocks) as (number, index, word_at):
+        with units(builder, name, at, constant(1)) as (number, index, word_at):
+            ahead = indexed(
+                builder, at, (number, unit_lines * REGISTER_BYTES), (passes.index, pass_lines * REGISTER_BYTES)
+            )
             rows = [
                 indexed(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES))
                 for row in row_numbers
@@ -254,12 +259,15 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             def word_of(column):
                 def word(stream, n):
                     place = offset(builder, builder.add(word_at(stream, n), first), column * REGISTER_BYTES)
-                    emit_prefetch(builder, offset(builder, place, ahead), 3)
                     return load(builder, place, PAIRS)
 
                 return word
 
-            for found_here in zip(*(unit.numbers(builder, word_of(column), index) for column in some), strict=True):
+            numbers = zip(*(unit.numbers(builder, word_of(column), index) for column in some), strict=True)
+            for turn, found_here in enumerate(numbers):
+                for line in range(turn * pass_lines // unit.num_quads, (turn + 1) * pass_lines // unit.num_quads):
+                    if line % AHEAD_LINES == 0:
+                        prefetch.emit(builder, offset(builder, ahead, AHEAD_BYTES + line * REGISTER_BYTES))
                 quad = found_here[0][0]
                 group, within = divmod(quad, GROUP // 4)
                 for row, of_row in zip(rows, counts[4 * quad // found.group], strict=True):
@@ -375,11 +383,11 @@ def _emit_tile(
 def _make_multiply(code):
     """Adds the products of rows with a block to their sums. x: see Arguments; scratch: a part, its scales and minima.
 
-    Few rows multiply numbers in registers. For more a part is decoded once; its first tile prefetches the next part.
+    Few rows multiply numbers in registers, block by block. For more a part is decoded once; its first tile prefetches
+    the next part.
     """
     elements, stored_bytes = ELEMENTS[code], BYTES[code] * BLOCK_OUTPUTS
     is_plain = SIGNED[code]  # stored as it is multiplied
-    others, others_end = (BLOCK_OUTPUTS * byte for byte in UNITS[NAMES[code]].others)
     part_lines = -(-PART_INPUTS // elements * stored_bytes // REGISTER_BYTES)
     group_lines = -(-part_lines // (PART_INPUTS // GROUP))
 
@@ -388,17 +396,16 @@ def _make_multiply(code):
         minima = scales + PART_SCALES
         x_stride = num_inputs // GROUP * GROUP_BYTES
         num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+        if 0 < num_rows <= FEW_ROWS:
+            for _ in range(num_inputs // elements):
+                decode_scales(code, at, 1, scales, minima)
+                few_tile(code, num_rows, x, x_stride, at, scales, minima, sums)
+                at, x = at + stored_bytes, x + elements // GROUP * GROUP_BYTES
+            return
         for start in range(0, num_inputs, PART_INPUTS):
             some, part_x = min(PART_INPUTS, num_inputs - start), x + start // GROUP * GROUP_BYTES
             num_blocks = some // elements
             decode_scales(code, at, num_blocks, scales, minima)
-            if 0 < num_rows <= FEW_ROWS:
-                for block in range(num_blocks, 2 * num_blocks):
-                    for line in range(others, others_end, REGISTER_BYTES):
-                        prefetch(at + block * stored_bytes + line)
-                few_tile(code, num_rows, part_x, x_stride, at, num_blocks, scales, minima, sums)
-                at += num_blocks * stored_bytes
-                continue
             values, stride = scratch, GROUP * BLOCK_OUTPUTS
             if is_plain:
                 values, stride = at + 2 * BLOCK_OUTPUTS, stored_bytes
@@ -564,7 +571,7 @@ def gather_rows(arguments):
 def pack(arguments):
     """Take 64 outputs at a time until none is left: any number of threads at once. arguments: PackArguments'."""
     args = carray(pointer(arguments), 1, _PACK)[0]
-    fields = carray(pointer(args.fields), (args.num_fields, 2), np.int64)
+    fields = carray(pointer(args.fields), (args.num_fields, 3), np.int64)
     per_row, wide = args.row_bytes // args.block_bytes, args.row_bytes * BLOCK_OUTPUTS
     piece = take_next(arguments)
     while piece * BLOCK_OUTPUTS < args.num_outputs:
@@ -576,12 +583,11 @@ def pack(arguments):
             start = block * args.block_bytes
             target = args.packed + piece * wide + start * BLOCK_OUTPUTS
             for index in range(args.num_fields):
-                width, count = fields[index, 0], fields[index, 1]
+                width, count, place = fields[index]
                 for _ in range(count):
-                    within = start - block * args.block_bytes
-                    is_signed = args.signed >= 0 and within >= args.signed
+                    is_signed = args.signed >= 0 and place >= args.signed
                     for output in range(some):
-                        source = first + output * args.row_bytes + start
+                        source = first + output * args.row_bytes + start + place
                         if width == 4:
                             word = carray(pointer(source), 1, np.int32)[0]
                             if is_signed:
@@ -595,7 +601,7 @@ def pack(arguments):
                             carray(pointer(target), BLOCK_OUTPUTS, np.int8)[output] = carray(
                                 pointer(source), 1, np.int8
                             )[0]
-                    start += width
+                    place += width
                     target += width * BLOCK_OUTPUTS
         piece = take_next(arguments)
 

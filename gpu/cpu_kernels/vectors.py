@@ -462,14 +462,9 @@ def rotated_pairs(builder, x):
 @operation(nothing, address)
 def prefetch(builder, at):
     """Prefetch a cache line, to the second level, without waiting; an unmapped address does no harm."""
-    emit_prefetch(builder, at, 2)
-
-
-def emit_prefetch(builder: Any, at: Any, nearness: int) -> None:
-    """nearness: 3 for the first level of cache, 2 for the second."""
     byte = builder.inttoptr(at, ir.IntType(8).as_pointer())
-    is_read, nearest, is_data = (ir.Constant(INT32, value) for value in (0, nearness, 1))
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, is_read, nearest, is_data)
+    is_read, second_level, is_data = (ir.Constant(INT32, value) for value in (0, 2, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, is_read, second_level, is_data)
 
 
 @operation(types.int64, address)
