@@ -95,7 +95,6 @@ HAS_VNNI = "avx512_vnni" in cpu_flags()
 MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
 FEW_ROWS = 4  # multiplied by numbers in registers; each thread quantises them for itself
-FEW_REGISTERS = 16 if HAS_AVX512 else 4  # of integer sums
 # Few rows read blocks from end to end, as hardware prefetches; one line of four is prefetched, so that it is not late.
 # All of them, or to the first level, would occupy a core's miss buffers: one Zen 4 core then read 9 to 19 GB/s of 28.
 AHEAD_LINES, AHEAD_BYTES = 4, 4096
@@ -187,11 +186,18 @@ def sum_integers(builder, x):
     return builder.extract_element(x, ir.Constant(INT32, 0))
 
 
-def _multiplied(builder, sums, weights, x):
-    """sums + the four products of unsigned bytes of weights and signed bytes of x, in each 32 bits, exactly."""
+def _multiplied(builder, sums, weights, x, middle):
+    """sums + the four products of unsigned bytes of weights and signed bytes of x, in each 32 bits, exactly.
+
+    middle: of the format; with one below 128 weights are at most 63, and two products have room in 16 bits.
+    """
     if HAS_VNNI:
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", PAIRS, sums, weights, x)
-    shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
+    shorts, octets = (ir.VectorType(ir.IntType(512 // count), count) for count in (2 * LANES, 4 * LANES))
+    if middle < 128:
+        both = (builder.bitcast(value, octets) for value in (weights, x))
+        products = _neighbours(builder, "pmaddubs.w.512", "pmadd.ub.sw", shorts, *both)
+        return builder.add(sums, _pair_sums(builder, products, ir.Constant(shorts, [1] * 2 * LANES)))
     eight = ir.Constant(shorts, [8] * 2 * LANES)
     weights, x = builder.bitcast(weights, shorts), builder.bitcast(x, shorts)
     even = builder.and_(weights, ir.Constant(shorts, [255] * 2 * LANES)), builder.ashr(builder.shl(x, eight), eight)
@@ -201,14 +207,19 @@ def _multiplied(builder, sums, weights, x):
 
 def _pair_sums(builder, x, y):
     """Sums of two neighbours' products: int16 [32] to int32 [16]."""
+    return _neighbours(builder, "pmaddw.d.512", "pmadd.wd", PAIRS, x, y)
+
+
+def _neighbours(builder, of_avx512, of_avx2, result, x, y):
+    """Sums of two neighbours' products, by an instruction of 512 bits or two of 256."""
     if HAS_AVX512:
-        return call(builder, "llvm.x86.avx512.pmaddw.d.512", PAIRS, x, y)
-    half = ir.VectorType(INT32, LANES // 2)
+        return call(builder, f"llvm.x86.avx512.{of_avx512}", result, x, y)
+    half, size = ir.VectorType(result.element, result.count // 2), x.type.count // 2
     parts = []
-    for first in (0, LANES):
-        low, high = (shuffle(builder, value, value, [*range(first, first + LANES)]) for value in (x, y))
-        parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", half, low, high))
-    return shuffle(builder, parts[0], parts[1], [*range(LANES)])
+    for first in (0, size):
+        low, high = (shuffle(builder, value, value, [*range(first, first + size)]) for value in (x, y))
+        parts.append(call(builder, f"llvm.x86.avx2.{of_avx2}", half, low, high))
+    return shuffle(builder, parts[0], parts[1], [*range(result.count)])
 
 
 @of_format
@@ -226,71 +237,60 @@ def few_tile(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
 def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
     unit, found = UNITS[name], FORMATS[name]
     num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
-    width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_rows)))  # columns at a time
-    some, row_numbers = range(width), range(num_rows)
-    unit_lines = found.size_bytes * 4 * unit.num_quads // found.elements
-    pass_lines = -(-unit_lines * width // COLUMNS)
-    totals = [[cgutils.alloca_once(builder, FLOATS) for _ in some] for _ in row_numbers]
+    columns, row_numbers = range(COLUMNS), range(num_rows)
+    num_lines = found.size_bytes * 4 * unit.num_quads // found.elements
+    totals = [[cgutils.alloca_once(builder, FLOATS) for _ in columns] for _ in row_numbers]
     counts = [
-        [[cgutils.alloca_once(builder, PAIRS) for _ in some] for _ in row_numbers]
+        [[cgutils.alloca_once(builder, PAIRS) for _ in columns] for _ in row_numbers]
         for _ in range(num_groups * num_parts)
     ]
-    with cgutils.for_range(builder, constant(COLUMNS // width)) as passes:
-        first = builder.mul(passes.index, constant(width * REGISTER_BYTES))
 
-        def sums_at(row, column):
-            return offset(builder, builder.add(sums, first), row * SUM_ROW_BYTES + column * REGISTER_BYTES)
+    def sums_at(row, column):
+        return offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES)
 
-        for row, column in product(row_numbers, some):
-            builder.store(load(builder, sums_at(row, column), FLOATS), totals[row][column])
-        with units(builder, name, at, constant(1)) as (number, index, word_at):
-            ahead = indexed(
-                builder, at, (number, unit_lines * REGISTER_BYTES), (passes.index, pass_lines * REGISTER_BYTES)
-            )
-            rows = [
-                indexed(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES))
-                for row in row_numbers
+    for row, column in product(row_numbers, columns):
+        builder.store(load(builder, sums_at(row, column), FLOATS), totals[row][column])
+    with units(builder, name, at, constant(1)) as (number, index, word_at):
+        ahead = indexed(builder, offset(builder, at, AHEAD_BYTES), (number, num_lines * REGISTER_BYTES))
+        rows = [
+            indexed(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
+        ]
+        places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
+        x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
+        for part, of_part in enumerate(x_sums):
+            _emit_first_counts(builder, of_part, found.middle, counts[part])
+
+        def word_of(column):
+            return lambda stream, n: load(builder, offset(builder, word_at(stream, n), column * REGISTER_BYTES), PAIRS)
+
+        numbers = zip(*(unit.numbers(builder, word_of(column), index) for column in columns), strict=True)
+        for turn, found_here in enumerate(numbers):
+            for line in range(turn * num_lines // unit.num_quads, (turn + 1) * num_lines // unit.num_quads):
+                if line % AHEAD_LINES == 0:
+                    prefetch.emit(builder, offset(builder, ahead, line * REGISTER_BYTES))
+            quad = found_here[0][0]
+            group, within = divmod(quad, GROUP // 4)
+            for row, of_row in zip(rows, counts[4 * quad // found.group], strict=True):
+                place = offset(builder, row, group * GROUP_BYTES + 4 * within)
+                four = broadcast(builder, load(builder, place, INT32), PAIRS)
+                for register, (_, weights) in zip(of_row, found_here, strict=True):
+                    builder.store(_multiplied(builder, builder.load(register), weights, four, found.middle), register)
+        for part in range(num_groups * num_parts):
+            group = indexed(builder, constant(part), (number, num_groups * num_parts))
+            given = [
+                load(builder, offset(builder, row, part // num_parts * GROUP_BYTES + GROUP), FLOAT) for row in rows
             ]
-            places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
-            x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
-            for part, of_part in enumerate(x_sums):
-                _emit_first_counts(builder, of_part, found.middle, counts[part])
-
-            def word_of(column):
-                def word(stream, n):
-                    place = offset(builder, builder.add(word_at(stream, n), first), column * REGISTER_BYTES)
-                    return load(builder, place, PAIRS)
-
-                return word
-
-            numbers = zip(*(unit.numbers(builder, word_of(column), index) for column in some), strict=True)
-            for turn, found_here in enumerate(numbers):
-                for line in range(turn * pass_lines // unit.num_quads, (turn + 1) * pass_lines // unit.num_quads):
-                    if line % AHEAD_LINES == 0:
-                        prefetch.emit(builder, offset(builder, ahead, AHEAD_BYTES + line * REGISTER_BYTES))
-                quad = found_here[0][0]
-                group, within = divmod(quad, GROUP // 4)
-                for row, of_row in zip(rows, counts[4 * quad // found.group], strict=True):
-                    place = offset(builder, row, group * GROUP_BYTES + 4 * within)
-                    four = broadcast(builder, load(builder, place, INT32), PAIRS)
-                    for register, (_, weights) in zip(of_row, found_here, strict=True):
-                        builder.store(_multiplied(builder, builder.load(register), weights, four), register)
-            for part in range(num_groups * num_parts):
-                group = indexed(builder, constant(part), (number, num_groups * num_parts))
-                given = [
-                    load(builder, offset(builder, row, part // num_parts * GROUP_BYTES + GROUP), FLOAT) for row in rows
-                ]
-                _emit_scaled(
-                    builder,
-                    [indexed(builder, first, (group, SUM_ROW_BYTES), (constant(1), base)) for base in (scales, minima)],
-                    found.has_minima,
-                    given,
-                    x_sums[part],
-                    counts[part],
-                    lambda row, column: totals[row][column],
-                )
-        for row, column in product(row_numbers, some):
-            store(builder, sums_at(row, column), builder.load(totals[row][column]))
+            _emit_scaled(
+                builder,
+                [indexed(builder, base, (group, SUM_ROW_BYTES)) for base in (scales, minima)],
+                found.has_minima,
+                given,
+                x_sums[part],
+                counts[part],
+                lambda row, column: totals[row][column],
+            )
+    for row, column in product(row_numbers, columns):
+        store(builder, sums_at(row, column), builder.load(totals[row][column]))
 
 
 def _sum_at(group, part, num_parts):
@@ -365,7 +365,9 @@ def _emit_tile(
                 for row, of_row in zip(rows, counts, strict=True):
                     four = broadcast(builder, load(builder, indexed(builder, row, (quad, 4)), INT32), PAIRS)
                     for register, weight in zip(of_row, weights, strict=True):
-                        builder.store(_multiplied(builder, builder.load(register), weight, four), register)
+                        builder.store(
+                            _multiplied(builder, builder.load(register), weight, four, found.middle), register
+                        )
             group = indexed(builder, constant(part), (groups.index, num_parts))
             _emit_scaled(
                 builder,
