@@ -333,6 +333,7 @@ class RelayHandle:
         self._call, self._passage, self._body = request.passed.call, request.passed.passage, request.passed.body
         self._fallbacks = list(relay.fallbacks)
         self._is_paused = self._is_cancelled = self._has_ended = False
+        self._has_passed = False  # something of an answer, to its owner
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._heard_s = 0.0  # when something of the answer came last, or could have
         self._task: asyncio.Task[None] | None = None  # waits for a connection, or for what was used until a cancel
@@ -365,10 +366,8 @@ class RelayHandle:
                 task.cancel()
         upstream, exchange, is_told = self._slot.upstream, self._exchange, False
         if exchange is not None:
-            # A server of our own tells what it has used, also after its own deadline. An error answer waits for that:
-            # not where nothing has been received
-            has_worked = not exchange.is_over or reason is FinishReason.DEADLINE
-            is_told = has_worked and (self._answer.head is not None or reason is FinishReason.CANCELLED)
+            # A server of our own tells what it has used, also after its own deadline. An error answer waits for that
+            is_told = not exchange.is_over or reason is FinishReason.DEADLINE
             exchange.cancel()
         self._slot.leave()
         if is_told and upstream is not None and self._pool.settings.trusted:
@@ -484,6 +483,8 @@ class RelayHandle:
             return
         asked, pool = self.request.passed, self._fallbacks.pop(0)
         logger.warning("%s is asked instead of %s: %s", pool.settings.name, self._call.model, error)
+        if self._exchange is not None:
+            self._exchange.cancel()
         self._slot.leave()
         self._body = address_to(pool.settings, msgspec.json.decode(asked.body), asked.salts)
         self._enter(pool)
@@ -492,7 +493,11 @@ class RelayHandle:
         """End this answer alone: the others of its connection go on."""
         if isinstance(error, UpstreamFault):
             self._pool.note_outcome(self._upstream, False)
-            self._fail(self._pool.error_of(error))
+            pass_on = self._fail if self._has_passed or self._is_cancelled else self._try_elsewhere
+            pass_on(self._pool.error_of(error))
+            return
+        if isinstance(error, ServiceError):
+            self._fail(error)
             return
         logger.error("a request cannot be passed on", exc_info=error, extra={"request_id": self.request.request_id})
         self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
@@ -509,8 +514,6 @@ class RelayHandle:
 
     def on_head(self, head: AnswerHead) -> None:
         self._answer.head = head
-        if head.status == 200:
-            self._pool.note_outcome(self._upstream, True)
         self._hear()
 
     def on_data(self, data: bytes) -> None:
@@ -539,6 +542,7 @@ class RelayHandle:
                     self._take(answer.document(), self._loop.time())
                 if not (answer.is_done or all(one.is_finished for one in self.sequences)):
                     raise fault or UpstreamFault("its answer ends in the middle")
+                self._pool.note_outcome(self._upstream, True)
                 self._end()
         except Exception as error:
             self._fail_by(error)
@@ -548,6 +552,7 @@ class RelayHandle:
         self._timer.arm()
 
     def _take(self, part: Part, now_s: float) -> None:
+        self._has_passed |= bool(part.data or part.ends)
         for choice in part.texts:
             self._count(self.sequences[choice], now_s)
         ends = [choice for choice in part.ends if not self.sequences[choice].is_finished]

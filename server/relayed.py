@@ -7,10 +7,10 @@ Its id and model become ours. All else passes as it came, comments between event
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -230,9 +230,10 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     """An event or a document, of any surface, or what is within it."""
 
     type: str | None = None
-    choices: list[_Choice] = []
-    usage: dict[str, Any] | None = None
+    choices: list[_Choice] | None = None
+    usage: Any = None
     error: Any = None
+    code: Any = None  # of an error in Ollama's lines
     response: "_Message | str | None" = None
     message: "_Message | str | None" = None
     delta: "_Message | str | None" = None
@@ -258,6 +259,12 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
         return next((one for one in (self.response, self.message) if isinstance(one, _Message)), None)
 
 
+# Codes of errors that end an answer, of which the request is the cause
+_REQUESTS_OWN = {
+    "deadline_exceeded": ErrorKind.DEADLINE_EXCEEDED,
+    "grammar_too_complex": ErrorKind.INVALID_REQUEST,
+}
+T = TypeVar("T")
 _encode = msgspec.json.encode
 _NULL = msgspec.Raw(b"null")
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -304,7 +311,8 @@ class Part(Delta, frozen=True, kw_only=True):
 
 
 class UpstreamAnswer:
-    """What one upstream answers. `push` and `document` raise UpstreamFault: it is no answer to what was asked.
+    """What one upstream answers. `push` and `document` raise UpstreamFault: it is no answer to what was asked; or a
+    ServiceError with which it has ended, and of which the request itself is the cause.
 
     Args:
         request_id: ours, that the answer's id is made of.
@@ -374,12 +382,13 @@ class UpstreamAnswer:
     def document(self) -> Part:
         """All that has come."""
         data, self.body = bytes(self.body), bytearray()  # which may be no answer
-        message = _decoded(data)
+        message = _decoded(data, _read_message)
+        choices = message.choices or []
         ends, num_bytes = {0: message.finish_reason}, [len(data)]
         if self._form == "chunks":
-            self._check(message.choices)
-            ends = {one.index: one.reason for one in message.choices}
-            texts = ["".join(text for text in one.said if isinstance(text, str)) for one in message.choices]
+            self._check(choices)
+            ends = {one.index: one.reason for one in choices}
+            texts = ["".join(text for text in one.said if isinstance(text, str)) for one in choices]
             num_bytes = [len(one.encode("utf-8", "replace")) for one in texts]
         if message.error is not None or not ends:
             raise UpstreamFault("its answer is not of the kind that was asked for")
@@ -434,9 +443,9 @@ class UpstreamAnswer:
         if data == b"[DONE]":
             self.is_done = True
             return Part()
-        message = _decoded(data)
+        message = _decoded(data, _read_message)
         if message.error is not None and message.type in (None, "error"):
-            raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
+            raise self._error_of(message.error, message.code)
         if message.usage is not None or self._form != "chunks":
             self._note_usage(message, data)
         event_name = None if name is None else name.decode("ascii", "ignore")
@@ -462,7 +471,7 @@ class UpstreamAnswer:
         """Of responses or messages."""
         kind, inner = message.type or "", message.inner
         if kind == "response.failed":
-            raise UpstreamFault(f"it ended its answer with an error: {_told(inner and inner.error)}")
+            raise self._error_of(inner and inner.error)
         if (kind.startswith("response.") and inner is None) or kind not in (*_ENDS, *_LASTS):
             return Part(data=framed, texts=(0,) if kind.endswith(".delta") or kind == "content_block_delta" else ())
         self.is_done = kind in _LASTS
@@ -470,20 +479,32 @@ class UpstreamAnswer:
         reason = ended.finish_reason if isinstance(ended, _Message) else FinishReason.STOP
         return Part(data=framed, ends={0: reason} if kind in _ENDS else {}, is_last=True)
 
+    def _error_of(self, told: Any, code: Any = None) -> Exception:
+        """What an answer ended with: the request's own error, if an upstream of our own says so, or its fault."""
+        fields = told if isinstance(told, dict) else {"message": told, "code": code}
+        message = str(fields.get("message"))[:500]
+        for name in ("code", "type") if self._is_trusted else ():  # responses have the code as the type
+            if isinstance(one := fields.get(name), str) and one in _REQUESTS_OWN:
+                return ServiceError(_REQUESTS_OWN[one], message, one)
+        return UpstreamFault(f"it ended its answer with an error: {message}")
+
     def _check(self, choices: list[_Choice]) -> None:
         for one in choices:
-            if not 0 <= one.index < (num := self._call.num_sequences):
-                raise UpstreamFault(f"its answer has a choice {one.index}, of {num} that were asked for")
+            if not 0 <= one.index < self._call.num_sequences:
+                asked_for = f"{self._call.num_sequences} that were asked for"
+                raise UpstreamFault(f"its answer has a choice {one.index}, of {asked_for}")
 
     def _note_usage(self, message: _Message, data: bytes) -> None:
         """The latest counts of each kind: messages tell those of the prompt at the start alone. Of nonsense, none."""
         told = message.usage or (message.inner and message.inner.usage)
         if not told and (message.done or message.stop is True or message.prompt_eval_count is not None):
-            told = msgspec.json.decode(data)
+            told = _decoded(data, msgspec.json.decode)
         if not told:
             return
-        self._counts |= {name: count for name, count in told.items() if count}
         try:
+            if not isinstance(told, dict):
+                raise ValueError(f"usage is {str(told)[:50]}")
+            self._counts |= {name: count for name, count in told.items() if count}
             self.usage, self._tells_nonsense = usage_of(self._counts), False
         except ValueError as error:
             if not self._tells_nonsense:
@@ -496,7 +517,7 @@ class UpstreamAnswer:
         Args:
             hides_usage: it has an event of its own, which some servers leave to the last choice's.
         """
-        fields = _read_fields(data)
+        fields = _decoded(data, _read_fields)
         fields |= {name: own for name, own in self._names.items() if name in fields}
         for name in ("response", "message") if self._form == "names" else ():
             if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
@@ -510,16 +531,12 @@ class UpstreamAnswer:
         return _encode(fields)
 
 
-def _decoded(data: bytes) -> _Message:
+def _decoded(data: bytes, read: Callable[[bytes], T]) -> T:
+    """Raises UpstreamFault."""
     try:
-        return _read_message(data)
-    except msgspec.DecodeError as error:  # ValidationError is one
+        return read(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # ValidationError is a DecodeError
         raise UpstreamFault(f"its answer cannot be read: {error}") from error
-
-
-def _told(error: Any) -> str:
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:500]
 
 
 # What is written.

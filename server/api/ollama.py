@@ -372,10 +372,11 @@ class OllamaDocument(WholeReply):
 
 class OllamaError(TypedDict):
     error: str
+    code: str | None
 
 
 def _error_body(error: ServiceError, request_id: str) -> bytes:
-    return sse.json_line(OllamaError(error=error.message))
+    return sse.json_line(OllamaError(error=error.message, code=error.code))
 
 
 ERRORS = ErrorForm(status_of, _error_body, OllamaError)

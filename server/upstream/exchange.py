@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
-_LINE_END, _EVENT_END = re.compile(rb"\n"), re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LINE_END, _EVENT_END = re.compile(rb"\n"), re.compile(rb"\r\n\r\n|\n\r?\n|\r\r")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 Fields = tuple[tuple[bytes, bytes], ...]  # names in lower case
 
 
@@ -156,6 +157,7 @@ class EventReader:
 
     def __init__(self, are_lines: bool) -> None:
         self._are_lines = are_lines
+        self._is_start = True
         self._buffer = bytearray()
 
     def push(self, data: bytes) -> Iterator[tuple[bytes | None, bytes | None]]:
@@ -163,10 +165,15 @@ class EventReader:
         buffer, are_lines = self._buffer, self._are_lines
         is_event = not (buffer or are_lines) and data.startswith(b"data: ") and data.endswith(b"\n\n")
         if is_event and data.find(b"\n") == len(data) - 2 and b"\r" not in data:  # one alone, as most pieces are
+            self._is_start = False
             yield None, data[6:-2]
             return
         searched = max(0, len(buffer) - 3)
         buffer += data
+        if self._is_start and len(buffer) >= len(_BYTE_ORDER_MARK):
+            self._is_start = False
+            if buffer.startswith(_BYTE_ORDER_MARK):
+                del buffer[: len(_BYTE_ORDER_MARK)]
         while (end := (_LINE_END if are_lines else _EVENT_END).search(buffer, searched)) is not None:
             raw = bytes(buffer[: end.start()])
             del buffer[: end.end()]

@@ -47,6 +47,7 @@ class Http2(FrameReader):
     Attributes:
         is_ready: the peer's SETTINGS have come.
         is_closing: no more requests can be sent on it.
+        max_streams: that the peer takes at once.
     """
 
     is_multiplexed = True
@@ -59,7 +60,7 @@ class Http2(FrameReader):
         super().__init__(LIMITS, LIST_BYTES, CONNECTION_WINDOW_BYTES)
         self.is_ready = self.is_closing = False
         self._send_bytes, self._clock, self._origin = write, now, origin
-        self._max_streams = NO_STREAM_LIMIT
+        self.max_streams = NO_STREAM_LIMIT
         advertised = {wire.ENABLE_PUSH: 0, wire.INITIAL_WINDOW: STREAM_WINDOW_BYTES, wire.MAX_LIST: LIST_BYTES}
         self._out += [
             wire.PREFACE,
@@ -80,7 +81,7 @@ class Http2(FrameReader):
 
     @property
     def room(self) -> int:
-        return 0 if self.is_closing else max(0, self._max_streams - len(self._streams))
+        return 0 if self.is_closing else max(0, self.max_streams - len(self._streams))
 
     def flush(self) -> None:
         if self._out:
@@ -230,7 +231,7 @@ class Http2(FrameReader):
         if table_sizes:
             self._encoder.resize(table_sizes)
         self._max_frame_bytes = settings.get(wire.MAX_FRAME, self._max_frame_bytes)
-        self._max_streams = settings.get(wire.MAX_STREAMS, self._max_streams)
+        self.max_streams = settings.get(wire.MAX_STREAMS, self.max_streams)
         growth = settings.get(wire.INITIAL_WINDOW, self._initial_window) - self._initial_window
         self._initial_window += growth
         for stream in self._streams.values():

@@ -32,6 +32,7 @@ import msgspec
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, connect
 from server.upstream.exchange import AnswerHead, Fields, Outgoing, UpstreamFault, WholeAnswer
+from server.upstream.http2 import Http2
 from server.upstream.settings import ModelSettings, UpstreamSettings
 from server.wire.tls import no_password
 
@@ -84,6 +85,7 @@ class Upstream:
     _ejected_until_s: float = 0.0
     _ejection_s: float = EJECTION_S
     _opening: asyncio.Task[Connection] | None = None
+    _room: asyncio.Future[None] | None = None  # of a connection
     _told: set[str] = field(default_factory=set)  # causes, since it is out
 
     @property
@@ -144,17 +146,37 @@ class Upstream:
         with_room = (one for one in self.connections if one.http.room)
         best = min(with_room, key=lambda one: one.http.num_open, default=None)
         is_full = best is not None and best.http.is_multiplexed and best.http.num_open >= STREAMS_PER_CONNECTION
-        return None if is_full and len(self.connections) < MAX_CONNECTIONS else best
+        return None if is_full and self._num_sending < MAX_CONNECTIONS else best
 
-    async def connection(self) -> Connection:
-        """As free_connection, or a new one.
+    @property
+    def _num_sending(self) -> int:
+        """Connections that requests can be sent on."""
+        return sum(not one.http.is_closing for one in self.connections)
+
+    @property
+    def most_streams(self) -> float:
+        """That its connections take at once, as far as it has told."""
+        known = [one.http.max_streams for one in self.connections if isinstance(one.http, Http2)]
+        return MAX_CONNECTIONS * min(known, default=math.inf)
+
+    async def connection(self, num_more: int = 0) -> Connection:
+        """As free_connection, or a new one; where HTTP/2 has all that it may have: one of these, once it has room.
+
+        Args:
+            num_more: connections that there may be beyond MAX_CONNECTIONS.
 
         Raises:
-            UpstreamFault: it cannot be connected to.
+            UpstreamFault: it cannot be connected to, or accepts no requests.
         """
-        for _ in range(MAX_CONNECTIONS + 1):
+        while True:
             if (free := self.free_connection()) is not None:
                 return free
+            if self._num_sending >= MAX_CONNECTIONS + num_more and self.most_streams < math.inf:
+                if not any(one.http.num_open for one in self.connections):
+                    raise UpstreamFault("its connections accept no requests", is_untouched=True)
+                self._room = self._room or asyncio.get_running_loop().create_future()
+                await asyncio.shield(self._room)
+                continue
             if H2 in self.address.protocols:  # the first may be shared
                 if self._opening is None:
                     self._opening = asyncio.create_task(self._open())
@@ -164,7 +186,12 @@ class Upstream:
                 connection = await self._open()
             if connection.http.room:
                 return connection
-        raise UpstreamFault("its connections accept no more requests", is_untouched=True)
+
+    def note_room(self) -> None:
+        """A stream may have ended: whoever waits for room looks again."""
+        if self._room is not None:
+            self._room.set_result(None)
+            self._room = None
 
     async def _open(self) -> Connection:
         connection = await connect(self.address, self.address.protocols[0])
@@ -416,6 +443,7 @@ class Pool:
                     await self._read_size(upstream)
                 upstream.note_probe(why_out, self._loop.time())
                 upstream.close_idle(self._loop.time(), self._hung_s)
+                upstream.note_room()
                 self._grant()
                 await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
         finally:
@@ -427,7 +455,7 @@ class Pool:
         """Why it is not well; None: it is."""
         path = self.settings.health
         try:
-            await upstream.connection()  # within its own limit
+            await upstream.connection(num_more=1)  # within its own limit
             async with asyncio.timeout(PROBE_S):
                 head, _ = await self.ask(upstream, path, PROBE_BYTES)
         except TimeoutError:
@@ -460,7 +488,7 @@ class Pool:
         self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None, fields: Fields = ()
     ) -> tuple[AnswerHead, bytes]:
         """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
-        connection = await upstream.connection()
+        connection = await upstream.connection(num_more=1)
         fields = (*JSON, *fields) if json else fields
         outgoing = Outgoing(b"GET" if json is None else b"POST", path.encode(), fields, json or b"")
         answer = WholeAnswer(most_bytes)
@@ -527,6 +555,7 @@ class Pool:
         upstream, slot.upstream = slot.upstream, None
         assert upstream is not None
         upstream.num_active -= 1
+        upstream.note_room()
         self._num_active[slot.tenant] -= 1
         if not self._num_active[slot.tenant]:
             del self._num_active[slot.tenant]
@@ -553,7 +582,7 @@ class Pool:
             if one.settings.version == version
             and one not in without
             and one.takes_requests(now_s)
-            and one.num_active < min(self.settings.max_requests, one.most_requests)
+            and one.num_active < min(self.settings.max_requests, one.most_requests, one.most_streams)
         ]
         if len(free) <= 1:
             return free[0] if free else None

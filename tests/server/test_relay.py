@@ -608,6 +608,9 @@ def _chunk(**choice: Any) -> bytes:
     return b"data: " + orjson.dumps({"id": "x", "model": "m", "choices": [{"index": 0, **choice}]}) + b"\n\n"
 
 
+_MIXED_ENDS = b"".join(_chunk(delta={}, finish_reason=one)[:-1] + b"\r\n" for one in (None, "mixed"))
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -630,8 +633,14 @@ def _chunk(**choice: Any) -> bytes:
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"nix\r\n", "upstream_error"),
         (_HEAD + 2000 * _chunk(delta={"content": "a"}) + _chunk(delta={}, finish_reason="stop"), "upstream_error"),
         (whole(b"x" * 70_000, b"400 No"), "upstream_error"),  # a refusal larger than 64 KiB
+        (_HEAD + _chunk(index=-1, delta={"content": "a"}), "upstream_error"),
+        (_HEAD + _chunk(delta={"content": "a"}).replace(b'"a"', b'"\xe4"'), "upstream_error"),  # no UTF-8
+        (_HEAD + b'data: {"choices":' + b"[" * 5_000 + b"\n\n", "upstream_error"),
+        (_HEAD + b"\xef\xbb\xbf" + _chunk(delta={"content": "a"}, finish_reason="bom"), "bom"),
+        (_HEAD + _MIXED_ENDS, "mixed"),
+        (_HEAD + b'data: {"choices":null,"usage":"none"}\n\n' + _chunk(delta={}, finish_reason="null"), "null"),
     ],
-    ids=range(19),
+    ids=range(25),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async with before(said, speaks={"ends": True}, health="/health") as front:
@@ -642,6 +651,7 @@ async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, ex
         else:
             got = told.json["error"]["code"]
         assert (got, front.num_active) == (expected, [0])
+        assert bool(front.pool.upstreams[0].num_failures) == (expected == "upstream_error")
 
 
 @pytest.mark.parametrize(
@@ -714,7 +724,42 @@ async def test_what_is_not_streamed_goes_elsewhere_once_nothing_comes_and_the_he
             assert front.pool.num_retries == 1
 
 
-async def test_a_missed_deadline_of_an_upstream_of_our_own_is_the_requests(tmp_path: Path) -> None:
+_LATE = {"message": "late", "code": "deadline_exceeded"}
+_LATE_STREAMS: dict[str, list[dict[str, Any]]] = {
+    "chat": [{"choices": [{"index": 0, "delta": {"content": "a"}}]}, {"error": _LATE}],
+    "messages": [{"type": "content_block_delta"}, {"type": "error", "error": _LATE}],
+    "responses": [
+        {"type": "response.output_text.delta"},
+        {"type": "response.failed", "response": {"error": {**_LATE, "code": "x", "type": _LATE["code"]}}},
+    ],
+}
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("surface", _LATE_STREAMS)
+async def test_a_deadline_missed_within_a_stream_is_the_requests_where_one_of_our_own_says_so(
+    surface: str, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "TELL_S", 0.05)
+    said = whole(b"".join(b"data: %b\n\n" % orjson.dumps(one) for one in _LATE_STREAMS[surface]))
+    async with before(said, trusted=trusted) as front:
+        *_, last = (await front.ask(SURFACES[surface](stream=True))).events
+        assert last["error"]["code"] == ("deadline_exceeded" if trusted else "upstream_error")
+        assert front.pool.upstreams[0].num_failures == (not trusted)
+
+
+async def test_a_deadline_missed_within_lines_is_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "TELL_S", 0.05)
+    lines = ({"response": "a", "done": False}, {"error": "late", "code": "deadline_exceeded"})
+    async with before(whole(b"".join(orjson.dumps(one) + b"\n" for one in lines)), trusted=True) as front:
+        answer = await front.ask(request("POST", "/api/generate", {"model": ASKED, "prompt": "a"}))
+        *_, last = answer.body.splitlines()
+        assert orjson.loads(last) == lines[-1]
+        assert front.pool.upstreams[0].num_failures == 0
+
+
+@pytest.mark.parametrize("deadline", ["ttft_ms", "total_ms"])
+async def test_a_missed_deadline_of_an_upstream_of_our_own_is_the_requests(deadline: str, tmp_path: Path) -> None:
     goes_on = threading.Event()
 
     class HeldUp(SimulatedRunner):
@@ -726,18 +771,18 @@ async def test_a_missed_deadline_of_an_upstream_of_our_own_is_the_requests(tmp_p
     there = {"load": load_with(HeldUp), "ledger": paths[0]}
     fields: dict[str, Any] = {"trusted": True, "config": {"ledger": paths[1]}}
     async with relaying(1, False, there, **fields) as gateway:
-        late = asyncio.create_task(gateway.ask(SURFACES["chat"](deadlines={"ttft_ms": 100})))
+        late = asyncio.create_task(gateway.ask(SURFACES["chat"](deadlines={deadline: 100})))
         (upstream,) = gateway.pool.upstreams
         active = gateway.upstreams[0].server._app.served.active
         await wait_until(lambda: bool(active))
         (generation,) = active.values()
         assert isinstance(generation, Generation)
-        await wait_until(lambda: generation._error is not None)
+        await wait_until(lambda: generation._error is not None or not upstream.num_active)  # whose clock is first
         goes_on.set()
         answer = await late
         assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
         assert answer.headers["x-should-retry"] == "false"
-        assert "within 0.1 s" in answer.json["error"]["message"]
+        assert "0.1 s" in answer.json["error"]["message"]
         assert upstream.num_failures == 0
     (told,), (billed,) = map(rows, paths)
     assert told.prompt_tokens > 0
@@ -1012,6 +1057,7 @@ async def test_what_an_upstream_refuses_leaves_no_row(
         (_LOADING.replace(b"503", b"429"), 200, "other"),
         (_LOADING.replace(b"503", b"400"), 400, None),  # the client's own fault
         (None, 200, "other"),
+        (whole(b"<html>"), 200, "other"),
     ],
 )
 async def test_fallbacks_answer_before_the_first_byte_and_a_header_tells(
@@ -1034,11 +1080,12 @@ async def test_fallbacks_answer_before_the_first_byte_and_a_header_tells(
             assert front.num_active == [0, 0, 0]
 
 
-async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() -> None:
-    async with saying(_BROKEN) as bad, serving() as good:
+@pytest.mark.parametrize(("said", "stream"), [(_BROKEN, False), (whole(b'data: {"error":"no"}\n\n'), True)])
+async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last(said: bytes, stream: bool) -> None:
+    async with saying(said) as bad, serving() as good:
         for urls, num_failed in (((bad, url_of(good)), 5), ((bad,), 13)):
             async with fronting(model(*urls, protocol="h1")) as front:
-                told = [(await front.ask(SURFACES["chat"]())).status for _ in range(13)]
+                told = [(await front.ask(SURFACES["chat"](stream=stream))).status for _ in range(13)]
                 assert told.count(502) == num_failed
                 assert set(told[-3:]) == ({200} if num_failed == 5 else {502})
 
@@ -1082,6 +1129,15 @@ async def test_requests_beyond_max_requests_wait_here_and_go_out_in_turn() -> No
         first.leave()
         told = await asyncio.gather(*(read_answer(*one) for one in streams))
         assert [one.events[-1] for one in told] == ["[DONE]"] * 4
+
+
+async def test_requests_beyond_what_http2_connections_take_wait_for_room_on_four() -> None:
+    async with relaying(1, False, {"max_concurrent_streams": 2}, protocol="h2") as gateway:
+        (upstream,) = gateway.pool.upstreams
+        told = await asyncio.gather(*(gateway.ask(SURFACES["chat"](stream=True)) for _ in range(40)))
+        assert [one.events[-1] for one in told] == ["[DONE]"] * 40
+        assert upstream.num_failures == gateway.pool.num_retries == 0
+        assert len(upstream.connections) <= pool.MAX_CONNECTIONS + 1  # one more for its health
 
 
 def reloaded(server: Server, *models: ModelSettings) -> None:
