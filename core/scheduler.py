@@ -87,6 +87,9 @@ class Scheduler:
         self.last_work = StepWork()
         self.watcher = Watcher()
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
+        # Budget that is left over: recurrent layers need room for a block of a prompt, where decodes always leave some
+        leaves_block = limits.max_batch_tokens >= limits.max_sequences + limits.block_size
+        self._most_spare = limits.block_size - 1 if leaves_block and limits.num_kept_states is not None else 0
         self._eos_ids = eos_ids
         self._seeds = seeds
         self._num_groups = 0  # since the start
@@ -404,7 +407,7 @@ class Scheduler:
 
         behind.sort(key=rank_of, reverse=True)
         is_admitting = True
-        while builder.budget > 0 and (self._burst.is_on or not allowance.is_spent):
+        while builder.budget > self._most_spare and (self._burst.is_on or not allowance.is_spent):
             found = self.states.waiting.head(now) if is_admitting else None
             if found is not None and behind and rank(*found, now) >= rank_of(behind[-1]):
                 found = None

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_640, 37),
+    "server": (14_660, 37),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
     "server/commands": (2350, 13),
@@ -24,9 +24,9 @@ BUDGETS = {
     "server/ledger": (2035, 7),
     "server/listening": (1240, 5),
     "server/observing": (2650, 10),
-    "server/upstream": (1600, 6),
+    "server/upstream": (1650, 6),
     "server/wire": (4865, 15),
-    "core": (18_760, 46),
+    "core": (18_770, 46),
     "gpu": (12_690, 37),
     "gpu/cpu_kernels": (5260, 14),
     "gpu/kernels": (2900, 7),

@@ -393,3 +393,23 @@ def test_a_prompt_that_is_taken_whole_waits_for_a_step_with_room() -> None:
         runner.sample(plan)
         log(scheduler.apply(plan, runner.collect(plan), 0.0))
     assert all(log.terminal(name).pooled for name in sizes)
+
+
+@pytest.mark.parametrize("is_recurrent", [True, False])
+def test_recurrent_layers_compute_whole_blocks_of_each_prompt_however_many_share_a_step(is_recurrent: bool) -> None:
+    lengths = [5, 37, 50, 21, 90, 33, 70, 14]
+    limits = small_limits(num_blocks=400, max_sequences=8, max_batch_tokens=24, max_model_len=200)
+    limits = replace(limits, block_size=16, num_kept_states=3 if is_recurrent else None)
+    scheduler = Scheduler(limits, (), seeds=lambda: 77, inter_token_target=None)
+    for i, length in enumerate(lengths):
+        scheduler.submit(make_request(str(i), length, max_tokens=3))
+    ends = []
+    while (made := scheduler.plan(0.0)) is not None:
+        for slot, start, length in zip(made.slots.tolist(), made.starts.tolist(), made.lengths.tolist(), strict=True):
+            sequence = scheduler.states.occupants[slot]
+            assert sequence is not None
+            if start < sequence.num_prompt_tokens != start + length:
+                ends.append(start + length)
+        answer(scheduler, made)
+    assert not scheduler.has_requests
+    assert any(end % 16 for end in ends) != is_recurrent  # whether a prompt is cut inside of a block
