@@ -123,7 +123,7 @@ def _alignment(cursor: "_Cursor", metadata: dict[str, Any]) -> int:
 
 
 def _read_tensors(cursor: "_Cursor", num_tensors: int, alignment: int) -> dict[str, GgufTensor]:
-    """Offsets count from the table's end, aligned, so the whole table is read first."""
+    """Offsets count from the table's end, aligned, so the whole table is read first. No two tensors overlap."""
     listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
         name = cursor.text("a tensor's name", MAX_NAME_BYTES)
@@ -135,9 +135,13 @@ def _read_tensors(cursor: "_Cursor", num_tensors: int, alignment: int) -> dict[s
         sizes = [cursor.u64(f"{name}'s dimensions") for _ in range(num_dimensions)]
         listed[name] = (tuple(reversed(sizes)), cursor.u32(f"{name}'s type"), cursor.u64(f"{name}'s offset"))
     start = -(-cursor.position // alignment) * alignment
-    return {
-        name: _tensor(cursor, name, shape, type_id, start + offset) for name, (shape, type_id, offset) in listed.items()
-    }
+    end, found = start, dict[str, GgufTensor]()
+    for name, (shape, type_id, offset) in sorted(listed.items(), key=lambda item: item[1][2]):
+        found[name] = tensor = _tensor(cursor, name, shape, type_id, start + offset)
+        if tensor.offset < end or tensor.offset % alignment:
+            raise cursor.bad(f"tensor {name} overlaps another, or does not begin at a multiple of {alignment} bytes")
+        end = tensor.offset + tensor.size_bytes
+    return found
 
 
 def _tensor(cursor: "_Cursor", name: str, shape: tuple[int, ...], type_id: int, offset: int) -> GgufTensor:

@@ -307,6 +307,20 @@ def test_every_truncation_of_the_header_is_an_error(tmp_path: Path) -> None:
             parse_gguf(memoryview(whole[:size]), "m")
 
 
+@pytest.mark.parametrize("moved", [-32, -256, 1, 16])
+def test_tensors_that_overlap_or_are_not_aligned_are_refused(moved: int, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for name in ("output.weight", "output_norm.weight"):
+        writer.add_tensor(name, np.zeros((2, 32), np.float32))
+    finish(writer)
+    whole = (tmp_path / "m.gguf").read_bytes() + bytes(64)
+    start, second = (one.offset for one in parse_gguf(memoryview(whole), "m").tensors.values())
+    place = whole.rindex(struct.pack("<Q", second - start), 0, start)
+    changed = whole[:place] + struct.pack("<Q", second - start + moved) + whole[place + 8 :]
+    with pytest.raises(StartupError, match="overlaps another, or does not begin at a multiple of 32 bytes"):
+        parse_gguf(memoryview(changed), "m")
+
+
 HUGE = struct.pack("<Q", 2**60)
 HEAD = b"GGUF" + struct.pack("<I", 3)
 
