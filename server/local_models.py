@@ -177,15 +177,15 @@ class LocalUpstream(Upstream):
     def is_up(self) -> bool:
         return self.model.is_awake
 
-    async def connection(self) -> Connection:
+    async def connection(self, num_more: int = 0) -> Connection:
         models, model = self.models, self.model
         await models.wait_awake(model, model.requests)
         try:
-            return await Upstream.connection(self)
+            return await Upstream.connection(self, num_more)
         except UpstreamFault:  # its process has died, which is told soon
             await models.wait_ended(model)
             await models.wait_awake(model, model.requests)
-            return await Upstream.connection(self)
+            return await Upstream.connection(self, num_more)
 
 
 class LocalPool(Pool):
