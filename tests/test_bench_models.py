@@ -53,6 +53,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_presets_have_the_size_that_their_name_says_and_count_as_the_server_counts() -> None:
     millions = {"qwen2.5-0.5b": 387, "qwen3-0.6b": 596, "qwen3-1.7b": 1721, "moe-1b": 1034, "llama-8b": 8030}
     millions |= {"qwen2.5-1.5b": 1544, "qwen3.5-0.8b": 654, "lfm2-1.2b": 1170, "granite4-h-1b": 1462}
+    millions |= {"gemma3-0.3b": 268}
     assert {name: round(num_parameters(config) / 1e6) for name, config in PRESETS.items()} == millions
     for name in ("qwen2.5-0.5b", "qwen3-0.6b", "llama-8b", "granite4-h-1b"):
         assert num_parameters(PRESETS[name]) == parse_model_config(PRESETS[name]).num_parameters
