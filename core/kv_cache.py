@@ -550,7 +550,8 @@ class BlockPool:
     @property
     def num_free_pairs(self) -> int:
         """Blocks that can be allocated with their window blocks."""
-        return self.num_free if self.windows is None else min(self.num_free, self.windows.num_free)
+        num_free = len(self._empty) + len(self._kept)
+        return num_free if self.windows is None else min(num_free, self.windows.num_free)
 
     @property
     def num_kept(self) -> int:
@@ -659,6 +660,7 @@ class BlockPool:
         """Hold the window blocks of these entries, attached if they have none yet. So many must be free."""
         windows = self.windows
         if windows is not None:
+            table.windows += [windows.no_block] * (len(table.blocks) - len(table.windows))
             for position in positions:
                 if table.windows[position] == windows.no_block:
                     table.windows[position] = windows.hold(table.blocks[position])

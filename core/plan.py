@@ -359,11 +359,9 @@ class PlanBuilder:
     def resend(self, sequence: Sequence, first: int, end: int) -> None:
         """These entries of the sequence's table have changed; the runner knows the first num_sent."""
         table = sequence.table
-        positions = range(first, min(end, table.num_sent))
-        parts = [table.blocks[first : positions.stop]]
-        if table.windows:
-            parts.append([~one for one in table.windows[first : positions.stop]])
-        for blocks in parts:
+        end = end if end < table.num_sent else table.num_sent
+        positions, own = range(first, end), table.blocks[first:end]
+        for blocks in (own, [~one for one in table.windows[first:end]]) if table.windows else (own,):
             self._table_slots += [sequence.slot] * len(blocks)
             self._table_positions += positions
             self._table_blocks += blocks

@@ -544,11 +544,11 @@ class SequenceStates:
 
         False, and nothing is done, if too few are free.
         """
-        table, pool = sequence.table, self.pool
+        table, pool, blocks = sequence.table, self.pool, sequence.table.blocks
         first = sequence.num_computed_tokens // self._block_size  # only this one can be shared: later ones are new
         last = num_blocks_for(end, self._block_size)
-        is_shared = first < len(table) and pool.is_shared(table.blocks[first])
-        num_new = max(0, last - len(table))
+        is_shared = first < len(blocks) and pool.is_shared(blocks[first])
+        num_new = max(0, last - len(blocks))
         if num_new + is_shared > pool.num_free:
             return False
         if pool.windows is not None:
@@ -563,7 +563,7 @@ class SequenceStates:
                 builder.add_copy(source, target)
             builder.resend(sequence, first, first + 1)
         if num_new:
-            pool.grow(table, num_new)
+            blocks += pool.allocate(num_new)
         if pool.windows is not None:
             pool.hold_windows(table, range(first, last))
             builder.resend(sequence, first, last)

@@ -180,6 +180,6 @@ def test_what_is_streamed_is_what_the_whole_answer_says(
 
 
 def test_an_error_is_a_message_whole_and_in_a_stream() -> None:
-    error = ServiceError(ErrorKind.UNAVAILABLE, "Wait.", "overloaded")
-    assert (ERRORS.status(error), json.loads(ERRORS.body(error, "r"))) == (503, {"error": "Wait."})
-    assert json.loads(CHAT.stream(parse(), wire.CONTEXT).error(error)) == {"error": "Wait."}
+    error, told = ServiceError(ErrorKind.UNAVAILABLE, "Wait.", "overloaded"), {"error": "Wait.", "code": "overloaded"}
+    assert (ERRORS.status(error), json.loads(ERRORS.body(error, "r"))) == (503, told)
+    assert json.loads(CHAT.stream(parse(), wire.CONTEXT).error(error)) == told
