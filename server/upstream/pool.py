@@ -168,15 +168,18 @@ class Upstream:
         Raises:
             UpstreamFault: it cannot be connected to, or accepts no requests.
         """
-        while True:
+        num_opened = 0
+        while num_opened <= MAX_CONNECTIONS + num_more:
             if (free := self.free_connection()) is not None:
                 return free
             if self._num_sending >= MAX_CONNECTIONS + num_more and self.most_streams < math.inf:
                 if not any(one.http.num_open for one in self.connections):
-                    raise UpstreamFault("its connections accept no requests", is_untouched=True)
+                    break
                 self._room = self._room or asyncio.get_running_loop().create_future()
                 await asyncio.shield(self._room)
+                num_opened = 0
                 continue
+            num_opened += 1
             if H2 in self.address.protocols:  # the first may be shared
                 if self._opening is None:
                     self._opening = asyncio.create_task(self._open())
@@ -186,6 +189,7 @@ class Upstream:
                 connection = await self._open()
             if connection.http.room:
                 return connection
+        raise UpstreamFault("its connections accept no requests", is_untouched=True)
 
     def note_room(self) -> None:
         """A stream may have ended: whoever waits for room looks again."""

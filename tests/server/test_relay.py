@@ -1140,6 +1140,30 @@ async def test_requests_beyond_what_http2_connections_take_wait_for_room_on_four
         assert len(upstream.connections) <= pool.MAX_CONNECTIONS + 1  # one more for its health
 
 
+@pytest.mark.parametrize("then", [b"\0\0\x08\x07" + bytes(13), b""], ids=["GOAWAY", "no streams"])
+async def test_an_upstream_whose_connections_take_no_requests_is_out_and_not_asked_without_end(then: bytes) -> None:
+    settings = b"\0\0\x06\x04" + bytes(5) + b"\0\3" + bytes(4)  # MAX_CONCURRENT_STREAMS is 0
+    num_accepted = 0
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_accepted
+        num_accepted += 1
+        writer.write((b"\0\0\0\x04" + bytes(5) if then else settings) + then)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with fronting(model(url, protocol="h2")) as front:
+            (upstream,) = front.pool.upstreams
+            await wait_until(lambda: upstream.has_been_asked)
+            assert num_accepted <= 2 * (pool.MAX_CONNECTIONS + 2)
+            answer = await front.ask(SURFACES["chat"]())
+            assert (answer.status, answer.json["error"]["code"]) == (503, "no_upstream")
+            assert "accept no requests" in upstream.why_out
+
+
 def reloaded(server: Server, *models: ModelSettings) -> None:
     """As SIGHUP with another list."""
     server._read_config = lambda finds_models: replace(server._config, models=models)
