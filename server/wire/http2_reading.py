@@ -130,7 +130,8 @@ class FrameReader:
                 raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A header block is interrupted, or not begun.")
             self._count_block(header)
             return
-        check_shape(header)
+        if kind != DATA or flags & PADDED or not stream_id:  # most frames are DATA of any length
+            check_shape(header)
         if kind == DATA:
             num_bytes = max(0, length - MAX_PADDING_BYTES) if flags & PADDED else length
             self._credit = min(self._most_credit, self._credit + num_bytes) - limits.bytes_per_overhead_frame
