@@ -36,6 +36,7 @@ EMPTY_A_SECOND = 16  # events that pass nothing on, beyond MORE_EVENTS: news of 
 MOST_TOKENS = 2**53  # more than there are: usage that says so is not believed
 MANY_TOKENS = 2**31  # where a request sets no bound, or the model's context is not known
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
+EVENTS_A_SHAPE = 8  # that pay for another's being found out
 BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
 MOST_BYTES_PER_TOKEN = 8  # of an answer: usage by which a token has more is not of all of it
 REASONS = {  # others: stop
@@ -210,7 +211,7 @@ def _leaves(value: Any) -> Iterator[str | int]:
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    index: int = 0
+    index: int | None = 0  # some servers write null
     delta: dict[str, Any] | None = None
     message: dict[str, Any] | None = None
     text: Any = None
@@ -218,8 +219,10 @@ class _Choice(msgspec.Struct, frozen=True):
 
     @property
     def said(self) -> list[Any]:
-        """All but who says it."""
-        return [self.text, *(value for name, value in (self.delta or self.message or {}).items() if name != "role")]
+        """All that there is, but who says it."""
+        told = self.delta or self.message or {}
+        said = [value for name, value in told.items() if value and name != "role"]
+        return [self.text, *said] if self.text else said
 
     @property
     def reason(self) -> FinishReason:
@@ -265,6 +268,8 @@ _REQUESTS_OWN = {
     "grammar_too_complex": ErrorKind.INVALID_REQUEST,
 }
 T = TypeVar("T")
+PROBE = "Another text, of no upstream's."
+_is_plain = re.compile(rb'[^"\\\x00-\x1f]*').fullmatch
 _encode = msgspec.json.encode
 _NULL = msgspec.Raw(b"null")
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -310,6 +315,16 @@ class Part(Delta, frozen=True, kw_only=True):
     is_last: bool = False
 
 
+class _Shape(NamedTuple):
+    """A chunk of one choice's text, but for the text: the upstream's bytes around it, and ours."""
+
+    head: bytes
+    tail: bytes
+    own_head: bytes
+    own_tail: bytes
+    texts: tuple[int, ...]
+
+
 class UpstreamAnswer:
     """What one upstream answers. `push` and `document` raise UpstreamFault: it is no answer to what was asked; or a
     ServiceError with which it has ended, and of which the request itself is the cause.
@@ -321,7 +336,7 @@ class UpstreamAnswer:
     Attributes:
         head: once it has come.
         body: of what is no stream, as far as it has come: a document, or what the request is refused with.
-        usage: as it has been told, in a way that can be true.
+        usage: as it has been told, as far as that can be true.
         is_done: the last event has come; later ones are dropped.
     """
 
@@ -329,7 +344,8 @@ class UpstreamAnswer:
         self.head: AnswerHead | None = None
         self.body = bytearray()
         self.usage: Usage | None = None
-        self.is_done = self._tells_nonsense = False
+        self.is_done = False
+        self._is_believed = True  # what it has told of usage
         self._asked, self._call, self._form, self._is_trusted = asked, asked.call, asked.passage.form, is_trusted
         own = {"id": asked.passage.prefix + request_id, "model": asked.call.model}
         self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
@@ -338,6 +354,8 @@ class UpstreamAnswer:
         self._most_parts = asked.most_tokens * asked.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS
         self._num_held = 0  # bytes of parts that wait for the end
         self._num_texts = self._num_text_bytes = 0
+        self._shape: _Shape | None = None  # of the next event, probably
+        self._num_shapes = self._num_shaped = 0  # and events that had them
         self._counts: dict[str, Any] = {}  # as they have been told
 
     @property
@@ -386,8 +404,8 @@ class UpstreamAnswer:
         choices = message.choices or []
         ends, num_bytes = {0: message.finish_reason}, [len(data)]
         if self._form == "chunks":
-            self._check(choices)
-            ends = {one.index: one.reason for one in choices}
+            self._texts_of(choices)
+            ends = {one.index or 0: one.reason for one in choices}
             texts = ["".join(text for text in one.said if isinstance(text, str)) for one in choices]
             num_bytes = [len(one.encode("utf-8", "replace")) for one in texts]
         if message.error is not None or not ends:
@@ -406,18 +424,21 @@ class UpstreamAnswer:
         is_document = not self.is_refusal and self.body.lstrip().startswith(b"{")
         num_tokens = max(self._num_texts, len(self.body) // BYTES_PER_TOKEN if is_document else 0)
         num_tokens = min(num_tokens, self._asked.most_tokens * self._call.num_sequences)
-        has_answered = num_tokens or self.is_done or self._tells_nonsense
+        has_answered = num_tokens or self.is_done or not self._is_believed
         return Usage(self._asked.prompt.num_tokens if has_answered else 0, num_tokens)
 
     def billed(self) -> Usage:
-        """What has been told, or an estimate if nothing has.
+        """What has been told, or an estimate if nothing has. The client is told no other."""
+        return self.estimated() if self.usage is None else self._bounded(self.usage)
 
-        Of what others tell, no more than was asked for, or where that has no bounds, than bytes have passed; of several
-        choices no less than has come: some servers tell what the first alone has used.
+    def _bounded(self, told: Usage) -> Usage:
+        """Of what others tell, no more than was asked for, or where that has no bounds, than bytes have passed.
+
+        Of several choices no less than has come: some servers tell what the first alone has used.
         """
-        told, asked, num_seen, num_bytes = self.usage, self._asked, self._num_texts, self._num_text_bytes
-        if told is None or self._is_trusted:
-            return told or self.estimated()
+        if self._is_trusted:
+            return told
+        asked, num_seen, num_bytes = self._asked, self._num_texts, self._num_text_bytes
         least_prompt = least = 0
         is_of_first = told.num_completion_tokens < max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
         if is_of_first and self._call.num_sequences > 1 and not self._call.echo:
@@ -430,19 +451,15 @@ class UpstreamAnswer:
             most = asked.most_tokens * asked.num_computed
         prompt = min(max(told.num_prompt_tokens, least_prompt), most_prompt)
         completion = min(max(told.num_completion_tokens, least), most)
-        billed = Usage(
-            prompt, completion, min(told.num_cached_tokens, prompt), min(told.num_thought_tokens, completion)
-        )
-        if billed != told:
-            what = "an upstream of %s reports usage that does not fit the request: %s; %s is billed"
-            logger.warning(what, self._call.model, told, billed)
-        return billed
+        return Usage(prompt, completion, min(told.num_cached_tokens, prompt), min(told.num_thought_tokens, completion))
 
     def _read(self, name: bytes | None, data: bytes) -> Part:
         """An event, or a line."""
         if data == b"[DONE]":
             self.is_done = True
             return Part()
+        if name is None and (part := self._read_shaped(data)) is not None:
+            return part
         message = _decoded(data, _read_message)
         if message.error is not None and message.type in (None, "error"):
             raise self._error_of(message.error, message.code)
@@ -459,9 +476,10 @@ class UpstreamAnswer:
         if self._form == "names":
             return self._read_named(message, framed)
         if message.choices:
-            self._check(message.choices)
-            texts = tuple([one.index for one in message.choices if any(one.said)])
-            ends = {one.index: one.reason for one in message.choices if one.finish_reason is not None}
+            texts = self._texts_of(message.choices)
+            ends = {one.index or 0: one.reason for one in message.choices if one.finish_reason is not None}
+            if texts and not ends and name is None and message.usage is None:
+                self._learn_shape(data, message.choices[0].said)
             return Part(data=framed, texts=texts, ends=ends)
         if message.usage is not None and not self._call.includes_usage:
             return Part()
@@ -488,11 +506,42 @@ class UpstreamAnswer:
                 return ServiceError(_REQUESTS_OWN[one], message, one)
         return UpstreamFault(f"it ended its answer with an error: {message}")
 
-    def _check(self, choices: list[_Choice]) -> None:
+    def _texts_of(self, choices: list[_Choice]) -> tuple[int, ...]:
+        """The choices that have text. Raises UpstreamFault: one was not asked for."""
         for one in choices:
-            if not 0 <= one.index < self._call.num_sequences:
+            if not 0 <= (one.index or 0) < self._call.num_sequences:
                 asked_for = f"{self._call.num_sequences} that were asked for"
                 raise UpstreamFault(f"its answer has a choice {one.index}, of {asked_for}")
+        return tuple([one.index or 0 for one in choices if one.said])
+
+    # Most events of an answer differ in their text alone: they are recognized by their bytes, and not parsed.
+
+    def _read_shaped(self, data: bytes) -> Part | None:
+        """An event of the shape that is known: between its bytes is text without quotes and escapes, hence no more."""
+        shape = self._shape
+        if shape is None or not (data.startswith(shape.head) and data.endswith(shape.tail)):
+            return None
+        text = data[len(shape.head) : len(data) - len(shape.tail)]
+        if not text or _is_plain(text) is None or not (text.isascii() or _is_utf8(text)):
+            return None
+        self._num_shaped += 1
+        return Part(data=shape.own_head + text + shape.own_tail, texts=shape.texts)
+
+    def _learn_shape(self, data: bytes, said: list[Any]) -> None:
+        """Of an event with text that is not the first. Another text in its place tells whether it is the place."""
+        is_paid = self._num_texts and self._num_shaped >= EVENTS_A_SHAPE * (self._num_shapes - 2)
+        if not (is_paid and len(said) == 1 and isinstance(said[0], str)):
+            return
+        self._num_shapes += 1
+        try:
+            head, found, tail = data.rpartition(_encode(said[0]))
+            other = _read_message(probed := head + _encode(PROBE) + tail)
+        except (msgspec.DecodeError, UnicodeError):
+            return
+        around = sse.event(self._renamed(probed)).split(PROBE.encode())
+        if found and len(around) == 2 and [one.said for one in other.choices or ()] == [[PROBE]]:
+            texts = self._texts_of(other.choices or [])
+            self._shape = _Shape(head + b'"', b'"' + tail, around[0], around[1], texts)
 
     def _note_usage(self, message: _Message, data: bytes) -> None:
         """The latest counts of each kind: messages tell those of the prompt at the start alone. Of nonsense, none."""
@@ -501,15 +550,19 @@ class UpstreamAnswer:
             told = _decoded(data, msgspec.json.decode)
         if not told:
             return
+        why, was_believed = "", self._is_believed
         try:
             if not isinstance(told, dict):
                 raise ValueError(f"usage is {str(told)[:50]}")
             self._counts |= {name: count for name, count in told.items() if count}
-            self.usage, self._tells_nonsense = usage_of(self._counts), False
+            usage = usage_of(self._counts)
+            self.usage = self._bounded(usage)
+            self._is_believed = self.usage == usage
         except ValueError as error:
-            if not self._tells_nonsense:
-                logger.warning("an upstream reports impossible usage, which is estimated instead: %s", error)
-            self.usage, self._tells_nonsense = None, True
+            self.usage, self._is_believed, why = None, False, f" ({error})"
+        if was_believed and not self._is_believed:
+            what = "an upstream of %s reports usage that cannot be this request's%s: %s; %s is billed"
+            logger.warning(what, self._call.model, why, str(told)[:500], self.billed())
 
     def _renamed(self, data: bytes, hides_usage: bool = False) -> bytes:
         """With our id and the name that was asked for, also of the response or message in an event.
@@ -524,11 +577,19 @@ class UpstreamAnswer:
                 fields[name] = msgspec.Raw(self._renamed(bytes(inner)))
         if hides_usage and "usage" in fields:
             fields["usage"] = _NULL
-        elif self._tells_nonsense and bytes(fields.get("usage", _NULL)) != b"null":
-            usage = self.estimated()
+        elif not self._is_believed and bytes(fields.get("usage", _NULL)) != b"null":
+            usage = self.billed()
             counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": usage.num_completion_tokens}
             fields["usage"] = msgspec.Raw(_encode(counts if self._form == "names" else usage_object(usage)))
         return _encode(fields)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _decoded(data: bytes, read: Callable[[bytes], T]) -> T:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import random
 import subprocess
@@ -21,7 +22,7 @@ from core.errors import InvalidRequest, StartupError
 from core.plan import StepPlan
 from core.simulation import SimulatedRunner
 from core.types import Pooling, SamplingParams
-from server import relay
+from server import relay, relayed
 from server.api import chat as chat_api
 from server.api import completions
 from server.api.fields import GenerationCall, PoolingStyle
@@ -1374,6 +1375,7 @@ async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
     billed: tuple[int, int],
     tmp_path: Path,
 ) -> None:
+    shown = {"stream_options": {"include_usage": True}} if fields.get("stream") else {}
     num = fields.get("n", 1) * (4 if fields.get("prompt") == _FOUR["prompt"] else 1)
     usage = {"prompt_tokens": told[0], "completion_tokens": told[1]}
     said = whole({"choices": [{"index": i, "text": "word " * words} for i in range(num)], "usage": usage})
@@ -1382,9 +1384,10 @@ async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
         events += [_chunk(index=i, text="", finish_reason="stop") for i in range(num)]
         said = whole(b"".join(events) + b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage}))
     async with before(said, ledger=tmp_path / "ledger.db", upstream_model=None, **of_model) as front:
-        assert (await front.ask(SURFACES["completions"](**fields))).status == 200
+        answer = await front.ask(SURFACES["completions"](**fields, **shown))
     (row,) = rows(tmp_path / "ledger.db")
     assert (row.prompt_tokens, row.completion_tokens) == billed
+    assert (answer.usage["prompt_tokens"], answer.usage["completion_tokens"]) == billed
 
 
 async def test_a_stream_of_counts_alone_that_fails_is_not_billed(tmp_path: Path) -> None:
@@ -1463,16 +1466,17 @@ EVENTS = st.lists(
 ENDS_OF_EVENTS = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r", b"\nevent: \xff\n\n", b"\n: comment\n\n"])
 
 
+_CALL = GenerationCall(model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True, num_sequences=2)
+_TWO = Passed(_CALL, PASSAGES[chat_api.SURFACE], LeadingBlocks(0))
+
+
 @pytest.mark.parametrize("passage", PASSAGES.values(), ids=lambda passage: passage.path.decode())
 @given(events=EVENTS, end=ENDS_OF_EVENTS)
 @settings(max_examples=60, deadline=None)
 def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     passage: Passage, events: list[bytes], end: bytes
 ) -> None:
-    call = GenerationCall(
-        model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True, num_sequences=2
-    )
-    asked = Passed(call, passage, LeadingBlocks(0))
+    asked = Passed(_CALL, passage, LeadingBlocks(0))
 
     def read(pieces: list[bytes]) -> tuple[list[Part], str]:
         answer, parts = UpstreamAnswer(asked, "r1", False), list[Part]()
@@ -1492,6 +1496,64 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     answer.body += b"".join(events)
     with contextlib.suppress(UpstreamFault):
         answer.document()
+
+
+CHUNKS = (  # of a text, for each %b, as servers write it
+    b'{"id":"x","model":"m","choices":[{"index":0,"delta":{"content":%b},"finish_reason":null}],"usage":null}',
+    b'{ "choices": [{"finish_reason": null, "index": null, "delta": {"content": %b}}], "id": "x", "model": "m" }',
+    b'{"id":"x","choices":[{"index":1,"delta":{"role":"assistant","reasoning_content":%b}}]}',
+    b'{"id":"x","choices":[{"index":0,"logprobs":{"content":[{"token":%b}]},"delta":{"content":%b}}]}',
+    b'{"id":"x","choices":[{"index":0,"text":%b,"logprobs":null}],"model":"m"}',
+    b'{"id":"x","choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":%b}}]}}]}',
+    b'{"id":"x","choices":[{"index":0,"delta":{"content":%b},"finish_reason":"stop"}]}',
+    b'{"id":"x","choices":[{"index":0,"delta":{"content":%b}}],"usage":{"completion_tokens":1}}',
+    b'{"id":%b,"choices":[{"index":0,"delta":{"content":"a"}}]}',
+)
+WRITTEN = st.sampled_from(
+    (
+        *(
+            b'"a"',
+            b'"b"',
+            b'""',
+            b"null",
+            b'","',
+            b'":"',
+            b'"\\n"',
+            b'"\\u0041"',
+            b'"\\ud800"',
+            b'"id"',
+            b'"assistant"',
+        ),
+        *(b'"\xc3\xa9\xe2\x80\xa8"', b'"\xe2\x82"', b'"a\tb"', b"[]", b'"a","text":"b"'),
+        b'"%b"' % relayed.PROBE.encode(),
+    )
+)
+
+
+@given(chunks=st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=2), texts=st.lists(WRITTEN, max_size=9))
+@settings(max_examples=300, deadline=None)
+def test_an_event_is_read_alike_whatever_events_were_before_it(chunks: list[bytes], texts: list[bytes]) -> None:
+    together = UpstreamAnswer(_TWO, "r1", False)
+    for chunk, text in zip(itertools.cycle(chunks), texts, strict=False):
+        data = b"data: %b\n\n" % chunk.replace(b"%b", text)
+        try:
+            expected = list(UpstreamAnswer(_TWO, "r1", False).push(data))
+        except UpstreamFault:
+            with pytest.raises(UpstreamFault):
+                list(together.push(data))
+            return
+        assert list(together.push(data)) == expected
+
+
+@pytest.mark.parametrize(("chunk", "num_parsed"), [*zip(CHUNKS, (3, 3, 3, 9, 3, 6, 6, 6, 9), strict=True)])
+def test_of_events_that_differ_in_their_text_alone_the_first_are_parsed(
+    chunk: bytes, num_parsed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, parsed, read = UpstreamAnswer(_TWO, "r1", False), list[bytes](), relayed._read_message
+    monkeypatch.setattr(relayed, "_read_message", lambda data: read(parsed.append(data) or data))
+    for i in range(6):
+        list(answer.push(b"data: %b\n\n" % chunk.replace(b"%b", b'"word %d"' % i)))
+    assert len(parsed) == num_parsed
 
 
 def test_what_waits_for_the_end_is_bounded() -> None:
