@@ -576,7 +576,7 @@ class Generation:
             self._on(Event.FIRST_TOKEN)
         self._place.on_first_token(choice, now_s)
         self._num_decoding += 1
-        if self._num_decoding == 1:  # otherwise the timer is armed for an earlier choice
+        if self._num_decoding == 1 and self._deadlines.inter_token_s < math.inf:  # the other dues are no earlier now
             self._timer.arm()
 
     def on_text(self, choice: int, text: str) -> None:

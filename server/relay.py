@@ -341,7 +341,6 @@ class RelayHandle:
         self._first_due_s = None if self._call.is_stream else request.deadline_s  # of streams, its owner looks at it
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._enter(relay.pool)
-        self._timer.arm()
 
     @property
     def num_tokens(self) -> int:
@@ -421,6 +420,7 @@ class RelayHandle:
         connection = None if upstream is None else upstream.free_connection()
         if connection is None:
             self._task = asyncio.create_task(self._wait())
+            self._timer.arm()
         else:
             self._send(connection)
 
@@ -524,8 +524,8 @@ class RelayHandle:
             for part in answer.push(data, begun_s - self._sent_s):
                 self._take(part, begun_s)
             if answer.is_done and not self._is_cancelled:
-                self._finish_all()  # its end follows within LINGER_S
-                self._timer.arm()
+                self._finish_all()
+                self._loop.call_soon(self._timer.arm)  # its end follows, mostly in this turn
         except Exception as error:
             self._fail_by(error)
         self._relay.work.busy_s += self._loop.time() - begun_s

@@ -268,6 +268,8 @@ _REQUESTS_OWN = {
     "grammar_too_complex": ErrorKind.INVALID_REQUEST,
 }
 T = TypeVar("T")
+# Of a chunk of one choice's text: the upstream's bytes around the text, ours, and the choice
+_Shape = tuple[bytes, bytes, bytes, bytes, tuple[int, ...]]
 PROBE = "Another text, of no upstream's."
 _is_plain = re.compile(rb'[^"\\\x00-\x1f]*').fullmatch
 _encode = msgspec.json.encode
@@ -313,16 +315,6 @@ class Part(Delta, frozen=True, kw_only=True):
     texts: tuple[int, ...] = ()
     ends: Mapping[int, FinishReason] = {}
     is_last: bool = False
-
-
-class _Shape(NamedTuple):
-    """A chunk of one choice's text, but for the text: the upstream's bytes around it, and ours."""
-
-    head: bytes
-    tail: bytes
-    own_head: bytes
-    own_tail: bytes
-    texts: tuple[int, ...]
 
 
 class UpstreamAnswer:
@@ -518,14 +510,15 @@ class UpstreamAnswer:
 
     def _read_shaped(self, data: bytes) -> Part | None:
         """An event of the shape that is known: between its bytes is text without quotes and escapes, hence no more."""
-        shape = self._shape
-        if shape is None or not (data.startswith(shape.head) and data.endswith(shape.tail)):
+        if self._shape is None:
             return None
-        text = data[len(shape.head) : len(data) - len(shape.tail)]
-        if not text or _is_plain(text) is None or not (text.isascii() or _is_utf8(text)):
+        head, tail, own_head, own_tail, texts = self._shape
+        text = data[len(head) : len(data) - len(tail)]
+        if not (text and data.startswith(head) and data.endswith(tail) and _is_plain(text)):
             return None
+        _decoded(text, bytes.decode)
         self._num_shaped += 1
-        return Part(data=shape.own_head + text + shape.own_tail, texts=shape.texts)
+        return Part(data=own_head + text + own_tail, texts=texts)
 
     def _learn_shape(self, data: bytes, said: list[Any]) -> None:
         """Of an event with text that is not the first. Another text in its place tells whether it is the place."""
@@ -541,7 +534,7 @@ class UpstreamAnswer:
         around = sse.event(self._renamed(probed)).split(PROBE.encode())
         if found and len(around) == 2 and [one.said for one in other.choices or ()] == [[PROBE]]:
             texts = self._texts_of(other.choices or [])
-            self._shape = _Shape(head + b'"', b'"' + tail, around[0], around[1], texts)
+            self._shape = head + b'"', b'"' + tail, around[0], around[1], texts
 
     def _note_usage(self, message: _Message, data: bytes) -> None:
         """The latest counts of each kind: messages tell those of the prompt at the start alone. Of nonsense, none."""
@@ -582,14 +575,6 @@ class UpstreamAnswer:
             counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": usage.num_completion_tokens}
             fields["usage"] = msgspec.Raw(_encode(counts if self._form == "names" else usage_object(usage)))
         return _encode(fields)
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _decoded(data: bytes, read: Callable[[bytes], T]) -> T:

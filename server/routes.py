@@ -13,7 +13,8 @@ from urllib.parse import parse_qs, unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server import batch_routes, dashboard, openapi, request_routes, switches, tenant_routes
+from core.incident import Explanation
+from server import batch_routes, dashboard, openapi, switches, tenant_routes
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -30,21 +31,22 @@ from server.api import (
 from server.api.decoding import PAGE, decode, is_ascending, page_of
 from server.api.fields import DefaultsOf, GenerationCall, RequestLimits, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
+from server.api.replies import EVENTS, OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Operation, Route
-from server.gate.identity import Scope
+from server.gate.identity import Caller, Scope
 from server.gate.tenants import Tenant
 from server.generation import Generation, weight_of
 from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, input_items_reply
 from server.ledger.store import Grouping
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
+from server.observing.accounting import NumAsked, ToldRequest, ToldRequests, requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
 from server.relay import Relay
-from server.relayed import keep_alive_asked
-from server.request_routes import SHOWN_CHARS
+from server.relayed import PASSAGES, keep_alive_asked
+from server.switches import explain_request
 from server.values import nearest
 from server.wire.messages import HttpRequest
 
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 4096  # of a body, beside its ids
 MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
+SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 
 
 # Generations, and what only counts or cuts tokens.
@@ -488,6 +491,58 @@ async def drain(exchange: Exchange) -> None:
     exchange.send(models.drain_reply(grace_s, server.known_listener.num_handlers - 1), status=202)
 
 
+# Requests in progress and past: how they went, their streams again, their cancellation.
+
+
+async def list_requests(exchange: Exchange) -> None:
+    server = exchange.server
+    query, recorder = exchange.request.query, server.accounting.recorder
+    exchange.send(requests_reply(query, server.generating(), recorder, server.clock))
+
+
+async def show_request(exchange: Exchange) -> None:
+    server, (shown, _, what) = exchange.server, exchange.argument.partition("/")
+    request_id, tenant = _plain_id(shown), _tenant_of(exchange.known_caller)
+    if what == "stream":
+        last_id = exchange.request.header(b"last-event-id") or b"0"
+        if not last_id.isdigit() or len(last_id) > 18:
+            raise InvalidRequest("Last-Event-ID must be the number of an event of this stream.", "Last-Event-ID")
+        own = exchange.known_caller.tenant.name  # whatever else the caller may see
+        events = server.served.resumable.find(own, request_id)
+        if exchange.request.method == "HEAD":  # whoever reads goes on
+            exchange.send(b"", media_type=EVENTS)
+        else:
+            await events.send_to(exchange.stream, int(last_id))
+        return
+    if what == "why":
+        await explain_request(exchange, request_id, tenant)
+        return
+    exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
+
+
+async def delete_request(exchange: Exchange) -> None:
+    """Cancel by our id alone: other clients could guess a client's own id, and retries repeat it."""
+    if not exchange.server.served.cancel(_plain_id(exchange.argument), _tenant_of(exchange.known_caller)):
+        message = (
+            f"No request {exchange.argument[:SHOWN_CHARS]!r} is in progress. It may have ended already. "
+            "Use the response's id, which each event of its stream shows, not x-request-id."
+        )
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
+    exchange.send(b'{"status":"cancelled"}')
+
+
+def _tenant_of(caller: Caller) -> str | None:
+    """The tenant whose requests the caller may see and cancel; None: all tenants."""
+    return None if Scope.ADMIN in caller.scopes else caller.tenant.name
+
+
+def _plain_id(shown: str) -> str:
+    """Ids of answers are accepted as they were shown."""
+    for passage in PASSAGES.values():
+        shown = shown.removeprefix(passage.prefix)
+    return shown
+
+
 # The table.
 
 
@@ -642,7 +697,15 @@ ROUTES: dict[str, dict[str, Route]] = {
             Operation("Unload a LoRA adapter", models.UnloadAdapterBody, "adapters", {"lora_name": "mine"}, _TEXT),
         )
     },
-    **request_routes.ROUTES,
+    "/admin/requests": {
+        "GET": _shown(
+            list_requests,
+            "Requests in progress, the slowest and the failed",
+            Scope.ADMIN,
+            answer=ToldRequests,
+            query={"slowest": NumAsked},
+        )
+    },
     "/admin/engine": {
         "GET": _shown(show_engine, "The engine's state and counters", Scope.ADMIN, answer=models.EngineReport)
     },
@@ -684,6 +747,15 @@ ROUTES |= {
     )
 }
 # By prefix of the path; the rest is the handler's argument
+_REQUEST = Operation("A request's progress and timings", answer=ToldRequest, below="{request_id}")
+_AGAIN = Operation(
+    "Resume its stream after Last-Event-ID",
+    answer=None,
+    events=dict[str, Any],
+    below="{request_id}/stream",
+)
+_WHY = Operation("What made a request slow, by simulation", answer=Explanation, below="{request_id}/why")
+_CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")
 _MODEL = Operation("A model", answer=models.ModelObject, below="{model}")
 _STORED = (
     Operation("A stored response", below="{response_id}", query={"stream": Literal["false"]}),
@@ -706,7 +778,13 @@ PREFIXES: dict[str, dict[str, Route]] = {
     },
     **batch_routes.PREFIXES,
     **tenant_routes.PREFIXES,
-    **request_routes.PREFIXES,
+    **{
+        prefix: {
+            "GET": Route(show_request, scope, needs_model=False, operations=(_REQUEST, _AGAIN, _WHY)),
+            "DELETE": Route(delete_request, scope, operations=(_CANCEL,)),
+        }
+        for prefix, scope in {"/admin/requests/": Scope.ADMIN, "/v1/requests/": ASKS}.items()
+    },
     "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN, operations=_SWITCH)},
 }
 PREFIXES["/responses/"] = PREFIXES["/v1/responses/"]

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_660, 37),
+    "server": (14_690, 36),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
     "server/commands": (2350, 13),
@@ -25,7 +25,7 @@ BUDGETS = {
     "server/listening": (1240, 5),
     "server/observing": (2650, 10),
     "server/upstream": (1650, 6),
-    "server/wire": (4865, 15),
+    "server/wire": (4905, 15),
     "core": (18_770, 46),
     "gpu": (12_690, 37),
     "gpu/cpu_kernels": (5260, 14),
@@ -60,7 +60,7 @@ ROOMS = (
         "adapters",
         "local_models",
     ),
-    ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "switches", "request_routes", "routes"),
+    ("app", "batch_routes", "dashboard", "openapi", "tenant_routes", "switches", "routes"),
     ("banner", "gguf_tokenizer", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )
