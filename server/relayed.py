@@ -36,7 +36,7 @@ EMPTY_A_SECOND = 16  # events that pass nothing on, beyond MORE_EVENTS: news of 
 MOST_TOKENS = 2**53  # more than there are: usage that says so is not believed
 MANY_TOKENS = 2**31  # where a request sets no bound, or the model's context is not known
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
-EVENTS_A_SHAPE = 8  # that pay for another's being found out
+EVENTS_A_SHAPE, MAX_SHAPE_BYTES = 8, 4096  # that pay for another's being found out; of an event whose shape is kept
 BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
 MOST_BYTES_PER_TOKEN = 8  # of an answer: usage by which a token has more is not of all of it
 REASONS = {  # others: stop
@@ -523,7 +523,7 @@ class UpstreamAnswer:
     def _learn_shape(self, data: bytes, said: list[Any]) -> None:
         """Of an event with text that is not the first. Another text in its place tells whether it is the place."""
         is_paid = self._num_texts and self._num_shaped >= EVENTS_A_SHAPE * (self._num_shapes - 2)
-        if not (is_paid and len(said) == 1 and isinstance(said[0], str)):
+        if not (is_paid and len(data) <= MAX_SHAPE_BYTES and len(said) == 1 and isinstance(said[0], str)):
             return
         self._num_shapes += 1
         try:

@@ -1508,6 +1508,7 @@ CHUNKS = (  # of a text, for each %b, as servers write it
     b'{"id":"x","choices":[{"index":0,"delta":{"content":%b},"finish_reason":"stop"}]}',
     b'{"id":"x","choices":[{"index":0,"delta":{"content":%b}}],"usage":{"completion_tokens":1}}',
     b'{"id":%b,"choices":[{"index":0,"delta":{"content":"a"}}]}',
+    b'{"id":"x","choices":[{"index":0,"delta":{"content":%b}}],"large":"' + b"x" * 4096 + b'"}',
 )
 WRITTEN = st.sampled_from(
     (
@@ -1545,7 +1546,9 @@ def test_an_event_is_read_alike_whatever_events_were_before_it(chunks: list[byte
         assert list(together.push(data)) == expected
 
 
-@pytest.mark.parametrize(("chunk", "num_parsed"), [*zip(CHUNKS, (3, 3, 3, 9, 3, 6, 6, 6, 9), strict=True)])
+@pytest.mark.parametrize(
+    ("chunk", "num_parsed"), [*zip(CHUNKS, (3, 3, 3, 9, 3, 6, 6, 6, 9, 6), strict=True)], ids=range(10)
+)
 def test_of_events_that_differ_in_their_text_alone_the_first_are_parsed(
     chunk: bytes, num_parsed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
