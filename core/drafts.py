@@ -334,7 +334,7 @@ class Drafts:
             num_all_right += num_right
             sequence.num_spared_steps += num_right
             if last.drafter == "prediction":
-                sequence.num_predicted_tokens += num_right
+                sequence.predicted += range(sequence.num_own_tokens, sequence.num_own_tokens + num_right)
                 sequence.num_mispredicted_tokens += num_drafts - num_right
         for budget in self._budgets:
             budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s - self._caught_up_s, num_again)

@@ -90,7 +90,7 @@ class Repetition:
         rules, num_tokens = self._rules, self._num_tokens
         allowed, last_n = rules.dry_allowed_length, rules.dry_penalty_last_n
         size = num_tokens if last_n < 0 else min(last_n, num_tokens)
-        if size <= allowed:
+        if size <= max(allowed, 1):
             return {}
         first = num_tokens - size  # of the window
         matches = np.minimum(self._matches[first : num_tokens - 1], np.arange(1, size))

@@ -4,7 +4,6 @@ core/beams.py decides which beams go on. All beams of a request compute a step, 
 some of them must wait, all do.
 """
 
-import math
 from collections.abc import Callable, Iterable
 
 from msgspec import structs
@@ -13,7 +12,7 @@ from core.beams import BeamSearch
 from core.plan import RunnerLimits
 from core.sequence import Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates
-from core.types import FinishReason, Request, SamplingParams
+from core.types import BANNED, FinishReason, Request, SamplingParams
 
 
 class Searches:
@@ -49,7 +48,7 @@ class Searches:
         return BeamSearch(
             request.beams,
             stop_ids=set(self._stop_ids_of(sampling)),
-            forbidden={token_id for token_id, bias in sampling.logit_bias if bias == -math.inf},
+            forbidden={token_id for token_id, bias in sampling.logit_bias if bias == BANNED},
             min_tokens=sampling.min_tokens,
             max_tokens=min(sampling.max_tokens, max_tokens),
             num_shown=sampling.num_logprobs or 0,

@@ -136,7 +136,8 @@ class Sequence:
         repetition: penalties on its next token by earlier ones; None: at most those of the runner.
         drafter: proposes its next tokens; None: no speculation.
         draft_masks: with a grammar: the masks before and after each of its drafts in flight.
-        num_predicted_tokens, num_mispredicted_tokens: see Usage.
+        predicted: places among its own tokens of those that were taken from the prediction; some may be beyond its end.
+        num_mispredicted_tokens: see Usage.
         forced: its next tokens, where the grammar allows only these; without those already appended.
     """
 
@@ -184,7 +185,7 @@ class Sequence:
     repetition: "Repetition | None" = None
     drafter: "Drafter | None" = None
     draft_masks: "npt.NDArray[np.int32] | None" = None
-    num_predicted_tokens: int = 0
+    predicted: list[int] = field(default_factory=list)
     num_mispredicted_tokens: int = 0
 
     @property

@@ -6,6 +6,7 @@ sequence that needs more than are free gets none; the scheduler decides which on
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable
 
 from core.drafter import RecentAnswers
@@ -331,7 +332,7 @@ class SequenceStates:
                 else group.search.num_tokens
             ),
             num_cached_tokens=group.num_cached_tokens,
-            num_predicted_tokens=sum(sequence.num_predicted_tokens for sequence in group.sequences),
+            num_predicted_tokens=sum(bisect_left(one.predicted, one.num_billed_tokens) for one in group.sequences),
             num_mispredicted_tokens=sum(sequence.num_mispredicted_tokens for sequence in group.sequences),
         )
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from core.thought_grammar import AfterThought
 
 LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
+BANNED = -5e29  # a logit_bias that keeps a token out, unless a grammar allows nothing else (gpu/sampler.py's FORBIDDEN)
 
 
 class FinishReason(enum.StrEnum):

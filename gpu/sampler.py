@@ -57,7 +57,7 @@ class Feature(enum.IntFlag):
     RARE = 64  # of sampling_rules.RareFilters: no LaunchedSampler has them
 
 
-FORBIDDEN = -1e30  # a logit that is never sampled, and of which a whole row adds up to a finite number
+FORBIDDEN = -1e30  # a logit below BANNED ones, of which a whole row adds up to a finite number
 MOST_XTC_THRESHOLD = 0.5  # with more no two tokens are as likely: XTC is off
 ADJUSTED = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
 HISTORY = Feature.PENALTIES  # depends on the tokens that the slot has sampled before

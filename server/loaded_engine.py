@@ -124,6 +124,7 @@ def prompt_reader(
             thought_style=thought,
             pooling=style,
             stores_responses=stores_responses,
+            end_ids=tuple(dict.fromkeys((*files.eos_ids, *files.tokenizer.fill_end_ids))),
             **files.recommended,
         ),
         unix_clock=clock.unix,

@@ -18,7 +18,7 @@ from core.constraints import GrammarSpec
 from core.context_policy import Budgets, Policy
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
-from core.types import LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
+from core.types import BANNED, LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY, pieces
 from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
@@ -27,6 +27,7 @@ from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
 MOST_BEAMS = 8
+MOST_BIAS = 1e9  # of llama-server's: with more, a logit would leave float32
 ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time
 _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
@@ -194,7 +195,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     max_tokens: int = UNLIMITED_TOKENS
-    suppressed_ids: tuple[int, ...] = ()  # never sampled, whatever a request asks
+    suppressed_ids: tuple[
+        int, ...
+    ] = ()  # not sampled, whatever a request asks, but for a grammar that allows nothing else
+    end_ids: tuple[int, ...] = ()  # of every answer, and of texts that fill a gap
     limits: RequestLimits = RequestLimits()
     tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
     thought_style: ThoughtStyle | None = None  # likewise; None: it writes no thoughts
@@ -268,10 +272,11 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
 LIMIT = "x-limit"  # in a type's JSON schema: a field of RequestLimits, that bounds its value or its length
 NumChoices = Annotated[int, Meta(ge=1, extra_json_schema={LIMIT: "num_choices"})]
 NumLikely = Annotated[int, Meta(ge=0, extra_json_schema={LIMIT: "num_top_logprobs"})]
-_Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
+_Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})] | bool  # false: never
 _Biases = Annotated[dict[str, _Bias], Meta(extra_json_schema={LIMIT: "num_logit_biases"})]
 _Pair = Annotated[list[int | float | bool], Meta(min_length=2, max_length=2)]  # an id, and its bias or false
 _Pairs = Annotated[list[_Pair], Meta(extra_json_schema={LIMIT: "num_logit_biases"})]  # llama-server's
+_WideBiases = Annotated[dict[str, float | bool], Meta(extra_json_schema={LIMIT: "num_logit_biases"})]
 _SEED = {"minimum": -(2**63), "maximum": 2**64 - 1}  # beyond what Meta holds
 ModelName = Annotated[str, Meta(min_length=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -310,7 +315,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
     dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
     dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
-    dry_allowed_length: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     dry_penalty_last_n: LastTokens | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Meta(min_length=1, max_length=16)] | None = None
     repeat_last_n: LastTokens | None = None
@@ -340,6 +345,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
 class ClampedFields(SamplingFields, frozen=True, kw_only=True):
     """Of Ollama's and llama-server's surfaces: what is beyond a range counts as its end; no temperature is too high."""
 
+    logit_bias: _WideBiases | _Pairs | None = None
     temperature: float | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -536,7 +542,7 @@ def _sampling_params(
         raise InvalidRequest(f"stop must have at most {defaults.limits.num_stops} strings.", "stop")
     values["stop"] = stops
     values["stop_token_ids"] = checked_ids(fields.stop_token_ids or [], "stop_token_ids", defaults.vocab_size)
-    values["logit_bias"] = _logit_bias(_biases(fields.logit_bias or {}), defaults)
+    values["logit_bias"] = _logit_bias(fields.logit_bias or {}, isinstance(fields, ClampedFields), defaults)
     num_logprobs, num_prompt_logprobs = wishes.num_logprobs, wishes.num_prompt_logprobs
     if num_logprobs is None and wishes.param is not None:
         num_logprobs = 0  # the engine delivers single tokens only with their logprobs
@@ -562,33 +568,27 @@ def _check_prompt_logprobs(fields: ChoiceFields, num_echoed: int | None, limits:
         raise InvalidRequest(message, "prompt_logprobs")
 
 
-def _biases(given: _Biases | _Pairs) -> dict[str, float]:
-    """Of pairs the last one for an id counts; false, which keeps an id out, is the lowest bias.
-
-    Raises:
-        InvalidRequest: a bias is true.
-    """
-    if isinstance(given, dict):
-        return given
-    if any(bias is True for _, bias in given):
-        raise InvalidRequest("logit_bias must have numbers, or false for ids that must not occur.", "logit_bias")
-    return {str(token_id): -100 if bias is False else bias for token_id, bias in given}
-
-
-def _logit_bias(biases: dict[str, float], defaults: GenerationDefaults) -> tuple[tuple[int, float], ...]:
-    """By id; those of the suppressed ids are minus infinity."""
+def _logit_bias(
+    given: Mapping[str, float | bool] | _Pairs, is_clamped: bool, defaults: GenerationDefaults
+) -> tuple[tuple[int, float], ...]:
+    """By id: the sum of its pairs, or BANNED, as the suppressed ids are."""
     most, vocab_size = defaults.limits.num_logit_biases, defaults.vocab_size
-    if len(biases) > most:
+    if len(given) > most:
         raise InvalidRequest(f"logit_bias must have at most {most} entries.", "logit_bias")
-    by_id = {}
-    for key, value in biases.items():
+    by_id: dict[int, float] = {}
+    for key, bias in ((str(key), bias) for key, bias in (given.items() if isinstance(given, Mapping) else given)):
         shown = key[:MAX_SHOWN_KEY]
+        param = f"logit_bias[{shown}]"
         if not _is_id(key, vocab_size):
             message = f"logit_bias has the key {shown!r}: its keys must be token ids from 0 to {vocab_size - 1}."
-            raise InvalidRequest(message, f"logit_bias[{shown}]")
-        check_range(f"logit_bias[{shown}]", value, -100, 100)
-        by_id[int(key)] = value
-    return tuple((by_id | dict.fromkeys(defaults.suppressed_ids, -math.inf)).items())
+            raise InvalidRequest(message, param)
+        if bias is True:
+            raise InvalidRequest("logit_bias must have numbers, or false for ids that must not occur.", param)
+        if not is_clamped and bias is not False:
+            check_range(param, bias, -100, 100)
+        added = BANNED if bias is False else min(max(bias, -MOST_BIAS), MOST_BIAS)
+        by_id[int(key)] = max(by_id.get(int(key), 0.0) + added, BANNED)
+    return tuple((by_id | dict.fromkeys(defaults.suppressed_ids, BANNED)).items())
 
 
 def _is_id(key: str, vocab_size: int) -> bool:

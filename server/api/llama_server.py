@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from core.errors import InvalidRequest, ServiceError
-from core.types import Delta, FinishReason, TokenLogprobs, Usage
+from core.types import BANNED, Delta, FinishReason, TokenLogprobs, Usage
 from server.api.decoding import decode
 from server.api.fields import (
     ClampedFields,
@@ -110,7 +110,11 @@ def _call(
         wire=wire,
         unknown_fields=unknown_fields,
     )
-    return msgspec.structs.replace(call, wants_timings=True)
+    sampling = call.sampling
+    if sampling.ignore_eos:  # elsewhere ends are sampled and ignored, as of vLLM
+        biases = dict(sampling.logit_bias) | dict.fromkeys(defaults.end_ids, BANNED)
+        sampling = msgspec.structs.replace(sampling, logit_bias=tuple(biases.items()))
+    return msgspec.structs.replace(call, sampling=sampling, wants_timings=True)
 
 
 def _part(context: ReplyContext, content: str, is_last: bool) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def dry_of_llama(tokens: list[int], rules: RepetitionRules) -> dict[int, float]:
     return {token: rules.dry_multiplier * base ** (length - allowed) for token, length in found.items()}
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([-1, 3, 20]), st.booleans())
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2, 4]), st.sampled_from([-1, 1, 3, 20]), st.booleans())
 def test_dry_is_llama_servers(seed: int, allowed: int, last_n: int, has_breakers: bool) -> None:
     """At each length of a text that grows by one token, by some, and by many at once."""
     rng = random.Random(seed)

@@ -387,6 +387,11 @@ def test_a_prediction_is_a_draft_and_is_counted_alone() -> None:
     assert usage.num_completion_tokens == 60
     assert usage.num_predicted_tokens == stats.accepted_tokens["prediction"] > 40
     assert usage.num_predicted_tokens + usage.num_mispredicted_tokens == stats.draft_tokens["prediction"]
+    stop = next(place for place in range(40, 60) if answer[place] not in answer[:place])
+    asked = msgspec.structs.replace(request.sampling, stop_token_ids=(answer[stop],))
+    usage = predicted(msgspec.structs.replace(request, sampling=asked), answer).log.terminal("a").usage
+    assert usage is not None
+    assert usage.num_predicted_tokens < usage.num_completion_tokens == stop + 1  # without those drafted beyond its end
     edited = [*answer[:20], 35, 36, *answer[22:]]
     usage = predicted(request, edited).log.terminal("a").usage
     assert usage is not None

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from core.plan import SequenceStart
-from core.types import SamplingParams
+from core.types import BANNED, SamplingParams
 from gpu.attention import IntArray
-from gpu.sampler import Sampled, Sampler, likeliest_at_once
+from gpu.sampler import Masked, Sampled, Sampler, likeliest_at_once
 from tests.gpu.sampling_cases import (
     PROMPT,
     FilterCase,
@@ -87,6 +87,16 @@ def test_logit_bias_is_added_and_stop_ids_are_forbidden_before_min_tokens() -> N
     early = GREEDY | {"min_tokens": 2, "logit_bias": ((8, 5.0),)}
     sampler = make_sampler((*biased, early), VOCAB, stop_ids=(8, 0))
     assert sample_steps(sampler, torch.zeros(3, VOCAB), 4, first=3) == [[9, 1, 1], [9, 1, 1], [9, 1, 8], [9, 1, 8]]
+
+
+def test_a_banned_token_is_no_part_of_top_n_sigma_and_comes_where_a_grammar_allows_nothing_else() -> None:
+    logits = torch.tensor([[3.0, 1.0, 0.0, 3.0, *[0.0] * 60]])
+    sampler = make_sampler(({"top_n_sigma": 1.0, "logit_bias": ((0, BANNED),)},), 64)
+    assert {token for (token,) in sample_steps(sampler, logits, 40)} == {3}  # the deviation is 0.4, and not 6e28
+    only = Masked(np.array([0]), np.array([[1, 0]], np.int32))
+    for settings in (GREEDY, {}):
+        sampler = make_sampler((settings | {"logit_bias": ((0, BANNED),)},), 64)
+        assert sampler.sample(logits, np.array([0]), np.array([3]), only).token_ids.tolist() == [0]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.types import BANNED
 from gpu.cpu_kernels.sampling import RowSampler, largest_reaching, noise_of, uniform_of
 from gpu.sampling_rules import gumbel_noise
 from tests.gpu.sampling_cases import (
@@ -28,7 +29,7 @@ MORE_SETTINGS: tuple[Fields, ...] = (
     {"temperature": 3.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
     {"temperature": 1.5, "typical_p": 0.7, "top_k": 50, "num_logprobs": 1},
     {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "frequency_penalty": 2.0},
-    {"temperature": 1.0, "top_n_sigma": 2.0, "logit_bias": ((4, 8.0), (5, 20.0)), "min_tokens": 9},
+    {"temperature": 1.0, "top_n_sigma": 2.0, "logit_bias": ((4, 8.0), (5, 20.0), (6, BANNED)), "min_tokens": 9},
 )
 
 

@@ -1,7 +1,6 @@
 """Through the chat surface: the fields are the same on all of them."""
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from core.errors import InvalidRequest
-from core.types import SamplingParams
-from server.api import chat, completions, responses
+from core.types import BANNED, SamplingParams
+from server.api import chat, completions, llama_server, responses
 from server.api.fields import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits, checked_ids
 from server.config_sources import load_config
 from server.gate.tenants import Deadlines
@@ -67,11 +66,24 @@ def test_what_the_model_suppresses_is_never_sampled_whatever_is_asked() -> None:
     body = json.dumps({"model": "m", **ASK, "logit_bias": {"7": 100, "8": 1}}).encode()
     defaults = GenerationDefaults(vocab_size=100, suppressed_ids=(7, 9))
     biases = dict(chat.SURFACE.parse(body, lambda _: ("tiny", defaults)).sampling.logit_bias)
-    assert biases == {7: -math.inf, 8: 1, 9: -math.inf}
+    assert biases == {7: BANNED, 8: 1, 9: BANNED}
+
+
+def test_llama_servers_completions_take_any_bias_and_ban_the_ends_that_they_ignore() -> None:
+    defaults = GenerationDefaults(vocab_size=100, end_ids=(2, 3))
+
+    def biases(**fields: Any) -> dict[int, float]:
+        body = json.dumps({"prompt": "a", **fields}).encode()
+        return dict(llama_server.COMPLETION.parse(body, lambda _: ("m", defaults)).sampling.logit_bias)
+
+    assert biases(logit_bias=[[7, -1e300], [3, 9]], ignore_eos=True) == {7: -1e9, 3: BANNED, 2: BANNED}
+    assert biases(logit_bias={"7": -250.5}, ignore_eos=False) == {7: -250.5}
+    assert sampling(ignore_eos=True).logit_bias == ()
 
 
 def test_biases_come_as_pairs_too() -> None:
-    assert sampling(logit_bias=[[7, 2.5], [8, 1], [8, False]]).logit_bias == ((7, 2.5), (8, -100))
+    assert sampling(logit_bias=[[7, 2.5], [7, 1], [8, 1], [8, False]]).logit_bias == ((7, 3.5), (8, BANNED))
+    assert sampling(logit_bias={"8": False}).logit_bias == ((8, BANNED),)
     assert sampling(logit_bias=[]).logit_bias == ()
     assert param(logit_bias=[[VOCAB_SIZE, 1]]) == f"logit_bias[{VOCAB_SIZE}]"
     assert param(logit_bias=[[7.5, 1]]) == "logit_bias[7.5]"
@@ -126,7 +138,7 @@ def test_every_field_arrives() -> None:
         ("xtc_threshold", (0, 0.6), (-0.1, 1.1)),
         ("dry_multiplier", (0, 100), (-1, 101)),
         ("dry_base", (1, 100), (0.9, 101)),
-        ("dry_allowed_length", (1, 9), (0, 2**31)),
+        ("dry_allowed_length", (0, 9), (-1, 2**31)),
         ("dry_penalty_last_n", (-1, 0, 64), (-2,)),
         ("dry_sequence_breakers", (["a"] * 16, ["x" * 40]), ([], ["a"] * 17)),
         ("repeat_last_n", (-1, 0, 64), (-2,)),
@@ -143,7 +155,7 @@ def test_every_field_arrives() -> None:
         (
             "logit_bias",
             ({}, {"0": 100}, {str(i): 1 for i in range(300)}),
-            ({str(i): 1 for i in range(301)}, [[1, True]]),
+            ({str(i): 1 for i in range(301)},),
         ),
     ],
 )
@@ -167,6 +179,7 @@ def test_a_range_holds_to_its_ends(name: str, inside: tuple[Any, ...], outside: 
         ({"logit_bias": {"\u0667": 1}}, "logit_bias[\u0667]"),
         ({"logit_bias": {"x" * 99: 1}}, f"logit_bias[{'x' * 32}]"),
         ({"logit_bias": {"1": 2, "5": True, "6": True}}, "logit_bias[5]"),
+        ({"logit_bias": [[1, True]]}, "logit_bias[1]"),
         ({"logit_bias": {"1": 100.5}}, "logit_bias[1]"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"temperature": "hot"}, "temperature"),
