@@ -11,7 +11,8 @@ without a host copy, no other block can lead to those computed after it.
 
 A holder of a published block also holds those before it in the chain, and releases its last block first. So the least
 recently used leaf is evicted next, and never a parent before its children. Only if all layers have sliding windows, a
-sequence releases its first blocks while it runs; once one is evicted, the blocks after it are not found.
+sequence releases its first blocks while it runs; once one is evicted, the blocks after it are not found. Window blocks
+(below) would do this, too, but blocks would then be without bytes, and copies and ranks need one table.
 
 A block is published when the row that fills it is planned: later rows of the same plan may read it, because a step
 writes all its keys and values before it reads any. If the row fails, the scheduler removes the block from the cache,

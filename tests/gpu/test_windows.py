@@ -14,12 +14,13 @@ from core.config import EngineConfig
 from core.config_json import parse_model_config
 from core.kv_cache import least_window_blocks, num_seen_blocks
 from core.scheduler import Scheduler
-from core.types import Request, SamplingParams
+from core.types import Beams, Request, SamplingParams
 from gpu.memory_plan import plan_memory, why_one_table
 from gpu.runner import ModelRunner
 from tests.fakes import FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.test_overlap import EOS, draw_workload
+from tests.gpu.test_speculation import Answers, ReplayingScheduler, with_every_setting
 from tests.oracle import Oracle, read_config
 from tests.workload import Outcome, Workload, WorkloadRun
 
@@ -35,10 +36,16 @@ def ask(request_id: str, prompt: list[int], num_tokens: int = 12, num_sequences:
     )
 
 
-def run(runner: ModelRunner, workload: Workload, **limits: Any) -> tuple[dict[str, Outcome], Scheduler]:
+def run(
+    runner: ModelRunner, workload: Workload, answers: Answers | None = None, **limits: Any
+) -> tuple[dict[str, Outcome], Scheduler]:
+    """answers: what drafts are made of; None: suffixes."""
     if runner.limits.num_window_blocks is None:
         limits.pop("num_window_blocks", None)
-    scheduler = Scheduler(replace(runner.limits, **limits), (EOS,), seeds=lambda: 0)
+    make = Scheduler if answers is None else ReplayingScheduler
+    scheduler = make(replace(runner.limits, **limits), (EOS,), seeds=lambda: 0)
+    if isinstance(scheduler, ReplayingScheduler):
+        scheduler.answers = answers or {}
     found = WorkloadRun(workload, scheduler, runner, FakeClock()).run()
     assert scheduler.pool.num_used == scheduler.stats().num_used_window_blocks == 0
     return found, scheduler
@@ -108,6 +115,30 @@ def test_one_table_gives_the_same_tokens_and_logprobs(
             if (request.request_id, 0) not in {**workload.stops_after, **workload.leaves_after}:
                 expected, _ = run(whole, Workload([(0, request)]), timed_rows=())
                 assert found[request.request_id].endings == expected[request.request_id].endings, seed
+    assert num_preemptions > 0
+    assert num_hits > 0
+
+
+def test_drafts_and_beams_change_no_token(model_directory: Callable[[str], Path]) -> None:
+    """Under every setting, of sequences that leave, pause, fork and are preempted, to the last bit."""
+    engine = replace(SHORT_STEPS, deterministic=True, max_batch_tokens=40)
+    runner = open_runner(model_directory("gemma3"), engine)
+    whole = open_runner(model_directory("gemma3"), replace(engine, has_window_blocks=False))
+    limits = {"num_blocks": 13, "num_window_blocks": fewest(runner, 40, 4)}
+    num_accepted = num_drafted = num_preemptions = num_hits = 0
+    for seed in range(3):
+        workload = with_every_setting(long_workload(rng := random.Random(seed)), rng)
+        beams = structs.replace(ask("beams", LONG[: rng.choice((40, 90))], num_sequences=2), beams=Beams(2))
+        workload = replace(workload, requests=[*workload.requests, (rng.randrange(12), beams)])
+        expected, _ = run(whole, workload, timed_rows=())
+        said, _ = run(whole, Workload(workload.requests), timed_rows=())
+        answers = {(name, i): ending.token_ids for name, one in said.items() for i, ending in enumerate(one.endings)}
+        found, crowd = run(runner, workload, answers, timed_rows=(), **limits)
+        assert found == expected, f"seed {seed}"
+        stats = crowd.stats()
+        num_accepted, num_drafted = num_accepted + stats.num_accepted_tokens, num_drafted + stats.num_draft_tokens
+        num_preemptions, num_hits = num_preemptions + stats.num_preemptions, num_hits + stats.num_cache_hits
+    assert 50 < num_accepted < num_drafted
     assert num_preemptions > 0
     assert num_hits > 0
 
