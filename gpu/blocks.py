@@ -13,10 +13,8 @@ from torch import Tensor
 
 from core.config import EngineConfig, ModelConfig
 from core.gguf import BLOCKS
-from gpu.cpu_kernels.support import MIN_PARAMETERS, why_no_numba
-from gpu.device import cpu_flags
+from gpu.cpu_kernels.support import MIN_PARAMETERS, NO_FLAGS, has_needed_flags, why_no_numba
 
-NEEDED_FLAGS = {"avx2", "fma", "f16c"}
 BLOCK_OUTPUTS = 64
 PART_INPUTS = 256  # decoded at a time: the largest block
 
@@ -29,6 +27,7 @@ class BlockFormat:
         elements, size_bytes: of a block.
         fields: (bytes of one, how many, the first one's place in a file's block), in the order that they are packed in.
         group: inputs that share a scale: 16 or 32.
+        most: the largest unsigned number.
         signed: where signed bytes begin, whose sign bit is turned; None: there are none.
     """
 
@@ -37,16 +36,17 @@ class BlockFormat:
     fields: tuple[tuple[int, int, int], ...]
     group: int
     middle: int
+    most: int
     has_minima: bool = False
     signed: int | None = None
 
 
 def _format(
-    name: str, fields: tuple[tuple[int, int, int], ...], group: int, middle: int, **more: bool | int
+    name: str, fields: tuple[tuple[int, int, int], ...], group: int, middle: int, most: int, **more: bool | int
 ) -> BlockFormat:
     elements, size_bytes = BLOCKS[name]
     assert sum(width * count for width, count, _ in fields) == size_bytes
-    return BlockFormat(elements, size_bytes, fields, group, middle, **more)  # type: ignore[arg-type]
+    return BlockFormat(elements, size_bytes, fields, group, middle, most, **more)  # type: ignore[arg-type]
 
 
 # ggml-common.h, kvalues_mxfp4: twice the numbers; kvalues_iq4nl
@@ -66,22 +66,22 @@ INT4_FORMATS = {128: "INT4_128", 64: "INT4_64", 32: "INT4_32"}
 
 FORMATS = {
     **{
-        name: BlockFormat(size, 4 + size // 2, ((2, 2, 0), (4, size // 8, 4)), 32, 8, has_minima=True)
+        name: BlockFormat(size, 4 + size // 2, ((2, 2, 0), (4, size // 8, 4)), 32, 8, 15, has_minima=True)
         for size, name in INT4_FORMATS.items()
     },
-    "Q8_0": _format("Q8_0", ((2, 1, 0), (4, 8, 2)), 32, 128, signed=2),
-    "Q4_0": _format("Q4_0", ((2, 1, 0), (4, 4, 2)), 32, 8),
-    "Q4_1": _format("Q4_1", ((2, 2, 0), (4, 4, 4)), 32, 0, has_minima=True),
-    "Q5_0": _format("Q5_0", ((2, 1, 0), (4, 5, 2)), 32, 16),
-    "Q5_1": _format("Q5_1", ((2, 2, 0), (4, 5, 4)), 32, 0, has_minima=True),
-    "IQ4_NL": _format("IQ4_NL", ((2, 1, 0), (4, 4, 2)), 32, 128),
-    "IQ4_XS": _format("IQ4_XS", ((2, 2, 0), (4, 33, 4)), 32, 128),
-    "MXFP4": _format("MXFP4", ((1, 1, 0), (4, 4, 1)), 32, 12),
-    "Q2_K": _format("Q2_K", ((2, 2, 80), (1, 16, 0), (4, 16, 16)), 16, 0, has_minima=True),
-    "Q3_K": _format("Q3_K", ((2, 1, 108), (4, 3, 96), (4, 24, 0)), 16, 4),
-    "Q5_K": _format("Q5_K", ((2, 2, 0), (4, 43, 4)), 32, 0, has_minima=True),
-    "Q4_K": _format("Q4_K", ((2, 2, 0), (4, 35, 4)), 32, 0, has_minima=True),
-    "Q6_K": _format("Q6_K", ((2, 1, 208), (1, 16, 192), *Q6_K_WORDS), 16, 32),
+    "Q8_0": _format("Q8_0", ((2, 1, 0), (4, 8, 2)), 32, 128, 255, signed=2),
+    "Q4_0": _format("Q4_0", ((2, 1, 0), (4, 4, 2)), 32, 8, 15),
+    "Q4_1": _format("Q4_1", ((2, 2, 0), (4, 4, 4)), 32, 0, 15, has_minima=True),
+    "Q5_0": _format("Q5_0", ((2, 1, 0), (4, 5, 2)), 32, 16, 31),
+    "Q5_1": _format("Q5_1", ((2, 2, 0), (4, 5, 4)), 32, 0, 31, has_minima=True),
+    "IQ4_NL": _format("IQ4_NL", ((2, 1, 0), (4, 4, 2)), 32, 128, 255),
+    "IQ4_XS": _format("IQ4_XS", ((2, 2, 0), (4, 33, 4)), 32, 128, 255),
+    "MXFP4": _format("MXFP4", ((1, 1, 0), (4, 4, 1)), 32, 12, 24),
+    "Q2_K": _format("Q2_K", ((2, 2, 80), (1, 16, 0), (4, 16, 16)), 16, 0, 3, has_minima=True),
+    "Q3_K": _format("Q3_K", ((2, 1, 108), (4, 3, 96), (4, 24, 0)), 16, 4, 7),
+    "Q5_K": _format("Q5_K", ((2, 2, 0), (4, 43, 4)), 32, 0, 31, has_minima=True),
+    "Q4_K": _format("Q4_K", ((2, 2, 0), (4, 35, 4)), 32, 0, 15, has_minima=True),
+    "Q6_K": _format("Q6_K", ((2, 1, 208), (1, 16, 192), *Q6_K_WORDS), 16, 32, 63),
 }
 """Formats that are multiplied as they are stored. Source: ggml-common.h; int4: half floats of a scale and of the zero,
 then nibbles as Q4_0 has them."""
@@ -152,8 +152,8 @@ def why_no_blocks(model: ModelConfig, engine: EngineConfig, device: torch.device
         return "--activations bf16"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"rows are {dtype}"
-    if not cpu_flags() >= NEEDED_FLAGS:
-        return f"the CPU has not all of {', '.join(sorted(NEEDED_FLAGS))}"
+    if not has_needed_flags():
+        return NO_FLAGS
     if model.num_parameters < MIN_PARAMETERS and engine.activations == "auto":
         return "the model is too small to repay loading the kernels"
     return why_no_numba()

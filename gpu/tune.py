@@ -4,8 +4,8 @@
 |--------------------------|----------------------------------------------------------------------------|
 | operators, attention     | known: the device's kernels where they support it and the model, or torch  |
 | sampling                 | known: the device's kernel, or torch's operators                           |
-| matmuls, norms on a CPU  | known: numba's kernels with AVX-512; with AMX, and elsewhere, oneDNN       |
-| gated delta nets         | known: numba's kernel with AVX-512; elsewhere torch's operators            |
+| matmuls, norms on a CPU  | known: numba's kernels with AVX2; with AMX, and elsewhere, oneDNN          |
+| gated delta nets         | known: numba's kernel with AVX2; elsewhere torch's operators               |
 | matmuls of blocks        | known: numba's kernels with AVX2; int8 and int4 elsewhere by slabs         |
 | layers of few decodes    | known: recorded, where numba's kernels compute all of them                  |
 | threads of a CPU's steps | measured, by a step's tokens                                               |

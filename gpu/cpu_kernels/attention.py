@@ -1,4 +1,4 @@
-"""Attention straight over block tables on a CPU, of decodes and prompts, by AVX-512. Thread: engine; kernels: any.
+"""Attention straight over block tables on a CPU, of decodes and prompts, by AVX2. Thread: engine; kernels: any.
 
 A piece of work is some new tokens of a row with the query heads of some KV heads. The context is taken in chunks of 64
 tokens of one KV head. Scores, and sums of values, are matmuls of few rows with a matrix in blocks of 64 outputs
@@ -16,13 +16,11 @@ same to the last bit either way. A prompt's piece has one KV head and is not spl
 import ctypes
 import math
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
@@ -30,7 +28,6 @@ from gpu.attention import RaggedRows, Scores
 from gpu.cpu_kernels.matmul import MOST_TILE_ROWS, PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
-    FLOATS,
     LANES,
     REGISTER_BYTES,
     clear_outside,
@@ -44,7 +41,6 @@ from gpu.cpu_kernels.vectors import (
     interleave_low,
     keep,
     larger,
-    load,
     load_floats,
     load_integer,
     load_integers,
@@ -57,7 +53,6 @@ from gpu.cpu_kernels.vectors import (
     prefetch,
     spread,
     spread_largest,
-    store,
     store_floats,
     store_pairs,
     store_rounded,
@@ -171,24 +166,17 @@ def _load_integers(keys, values, stride, table, num_blocks, head_dim, room):
 
 def _emit_integers(builder, num_rows, x, x_stride, places, num_pairs, pair_bytes, sums):
     """Add the products of a few rows and 64 outputs in 8 bits to their sums. places: of the outputs' four registers."""
-    cells = [
-        [
-            (cgutils.alloca_once(builder, FLOATS), offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES))
-            for column in range(len(places))
-        ]
-        for row in range(num_rows)
-    ]
-    for register, place in chain.from_iterable(cells):
-        builder.store(load(builder, place, FLOATS), register)
 
-    def columns_of(index):
+    def columns_of(index, columns):
         first = builder.mul(index, pair_bytes)
-        return [load_integers.emit(builder, builder.add(place, first)) for place in places]
+        return [load_integers.emit(builder, builder.add(places[column], first)) for column in columns]
 
     rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-    emit_products(builder, num_pairs, rows, [[register for register, _ in of_row] for of_row in cells], columns_of)
-    for register, place in chain.from_iterable(cells):
-        store(builder, place, builder.load(register))
+    totals = [
+        [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(len(places))]
+        for row in range(num_rows)
+    ]
+    emit_products(builder, num_pairs, rows, totals, columns_of)
 
 
 @operation(nothing, *[types.int64] * 9)

@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from gpu.blocks import BLOCK_OUTPUTS, FORMATS, INT4_FORMATS, IQ4_NUMBERS, MXFP4_NUMBERS
 from gpu.cpu_kernels.vectors import (
     FLOATS,
+    HAS_AVX512,
     INT32,
     LANES,
     PAIRS,
@@ -41,12 +42,10 @@ from gpu.cpu_kernels.vectors import (
     store_floats,
     zeros,
 )
-from gpu.device import cpu_flags
 
 COLUMNS = BLOCK_OUTPUTS // LANES
 QUAD_BYTES = 4 * BLOCK_OUTPUTS  # of four inputs, all outputs of a block
 SUM_ROW_BYTES = 4 * BLOCK_OUTPUTS
-HAS_AVX512 = "avx512bw" in cpu_flags()
 NIBBLES, TWOS, SIXES, ONES = 0x0F0F0F0F, 0x03030303, 0x3F3F3F3F, 0x01010101
 CODES = {name: code for code, name in enumerate(FORMATS)}
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = (CODES[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"))

@@ -17,8 +17,8 @@ them. int8 and int4 (--quantize, GPTQ, AWQ) are packed as blocks while they load
 """
 
 import ctypes
+from contextlib import contextmanager
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,6 @@ from gpu.cpu_kernels.block_formats import (
     COLUMNS,
     ELEMENTS,
     GROUPS,
-    HAS_AVX512,
     HAVE_MINIMA,
     MIDDLES,
     QUAD_BYTES,
@@ -53,6 +52,7 @@ from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
     FLOATS,
+    HAS_AVX512,
     INT32,
     INT64,
     LANES,
@@ -92,12 +92,12 @@ from gpu.quant import FP8, QuantizedWeight, unpack_nibbles
 
 GROUP = 32  # inputs of x that share a scale
 HAS_VNNI = "avx512_vnni" in cpu_flags()
-MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
+MOST_TILE_ROWS = 6 if HAS_AVX512 else 5  # with 4 registers of sums each; with AVX2 2, which are half as large
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
 FEW_ROWS = 4  # multiplied by numbers in registers; each thread quantises them for itself
 # Few rows read blocks from end to end, as hardware prefetches; one line of four is prefetched, so that it is not late.
 # All of them, or to the first level, would occupy a core's miss buffers: one Zen 4 core then read 9 to 19 GB/s of 28.
-AHEAD_LINES, AHEAD_BYTES = 4, 4096
+AHEAD_LINES, AHEAD_BYTES = 4 if HAS_AVX512 else 1, 4096
 # A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
 SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
 PART_BYTES = PART_INPUTS * BLOCK_OUTPUTS  # decoded
@@ -172,6 +172,7 @@ class PackArguments(ctypes.Structure):
     )
 
 
+SHORTS, OCTETS = (ir.VectorType(ir.IntType(512 // count), count) for count in (2 * LANES, 4 * LANES))
 _ARGUMENTS, _ROWS, _GATHER = np.dtype(Arguments), np.dtype(RowArguments), np.dtype(GatherArguments)
 _PACK = np.dtype(PackArguments)
 
@@ -186,21 +187,49 @@ def sum_integers(builder, x):
     return builder.extract_element(x, ir.Constant(INT32, 0))
 
 
-def _multiplied(builder, sums, weights, x, middle):
-    """sums + the four products of unsigned bytes of weights and signed bytes of x, in each 32 bits, exactly.
+def _summed_quads(name):
+    """How many quads' products are summed in 16 bits: a power of two; 1: none are.
 
-    middle: of the format; with one below 128 weights are at most 63, and two products have room in 16 bits.
+    Without VNNI, two products of unsigned and signed bytes have room in 16 bits for numbers below 128.
     """
-    if HAS_VNNI:
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", PAIRS, sums, weights, x)
-    shorts, octets = (ir.VectorType(ir.IntType(512 // count), count) for count in (2 * LANES, 4 * LANES))
-    if middle < 128:
-        both = (builder.bitcast(value, octets) for value in (weights, x))
-        products = _neighbours(builder, "pmaddubs.w.512", "pmadd.ub.sw", shorts, *both)
-        return builder.add(sums, _pair_sums(builder, products, ir.Constant(shorts, [1] * 2 * LANES)))
-    eight = ir.Constant(shorts, [8] * 2 * LANES)
-    weights, x = builder.bitcast(weights, shorts), builder.bitcast(x, shorts)
-    even = builder.and_(weights, ir.Constant(shorts, [255] * 2 * LANES)), builder.ashr(builder.shl(x, eight), eight)
+    found = FORMATS[name]
+    room = 1 if HAS_VNNI else 0x7FFF // (2 * int(MOST) * found.most)
+    return min(1 << max(0, room.bit_length() - 1), found.group // 4)
+
+
+def _emit_quad(builder, name, turn, shorts, counts, weights, x):
+    """Add the products of unsigned bytes of weights and signed bytes of x to integer sums, exactly.
+
+    Args:
+        turn: which of a group's quads it is.
+        shorts, counts: memory for sums in 16 bits, and in 32, by row and column.
+        weights, x: the quad's registers, by column and by row.
+    """
+    summed = _summed_quads(name)
+    ones = ir.Constant(SHORTS, [1] * SHORTS.count)
+    for of_row, of_row_counts, four in zip(shorts, counts, x, strict=True):
+        for short, count, weight in zip(of_row, of_row_counts, weights, strict=True):
+            if HAS_VNNI:
+                found = call(builder, "llvm.x86.avx512.vpdpbusd.512", PAIRS, builder.load(count), weight, four)
+            elif FORMATS[name].most > 127:
+                found = _in_halves(builder, builder.load(count), weight, four)
+            else:
+                both = (builder.bitcast(value, OCTETS) for value in (weight, four))
+                products = _neighbours(builder, "pmaddubs.w.512", "pmadd.ub.sw", SHORTS, *both)
+                if turn % summed:
+                    products = builder.add(builder.load(short), products)
+                if (turn + 1) % summed:
+                    builder.store(products, short)
+                    continue
+                found = builder.add(builder.load(count), _pair_sums(builder, products, ones))
+            builder.store(found, count)
+
+
+def _in_halves(builder, sums, weights, x):
+    """sums + the products, where two do not have room in 16 bits."""
+    eight = ir.Constant(SHORTS, [8] * SHORTS.count)
+    weights, x = builder.bitcast(weights, SHORTS), builder.bitcast(x, SHORTS)
+    even = builder.and_(weights, ir.Constant(SHORTS, [255] * SHORTS.count)), builder.ashr(builder.shl(x, eight), eight)
     odd = builder.lshr(weights, eight), builder.ashr(x, eight)
     return builder.add(builder.add(sums, _pair_sums(builder, *even)), _pair_sums(builder, *odd))
 
@@ -237,44 +266,39 @@ def few_tile(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
 def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
     unit, found = UNITS[name], FORMATS[name]
     num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
-    columns, row_numbers = range(COLUMNS), range(num_rows)
+    row_numbers = range(num_rows)
     num_lines = found.size_bytes * 4 * unit.num_quads // found.elements
-    totals = [[cgutils.alloca_once(builder, FLOATS) for _ in columns] for _ in row_numbers]
-    counts = [
-        [[cgutils.alloca_once(builder, PAIRS) for _ in columns] for _ in row_numbers]
-        for _ in range(num_groups * num_parts)
-    ]
-
-    def sums_at(row, column):
-        return offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES)
-
-    for row, column in product(row_numbers, columns):
-        builder.store(load(builder, sums_at(row, column), FLOATS), totals[row][column])
-    with units(builder, name, at, constant(1)) as (number, index, word_at):
+    shorts, counts = (
+        [_room(builder, num_rows, kind) for _ in range(num_groups * num_parts)] for kind in (SHORTS, PAIRS)
+    )
+    with units(builder, name, at, constant(1)) as (number, index, word_at), _columns(builder) as columns:
         ahead = indexed(builder, offset(builder, at, AHEAD_BYTES), (number, num_lines * REGISTER_BYTES))
         rows = [
             indexed(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
         ]
         places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
         x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
+        turns = [0] * len(places)
         for part, of_part in enumerate(x_sums):
             _emit_first_counts(builder, of_part, found.middle, counts[part])
 
         def word_of(column):
-            return lambda stream, n: load(builder, offset(builder, word_at(stream, n), column * REGISTER_BYTES), PAIRS)
+            return lambda stream, n: load(builder, builder.add(word_at(stream, n), column), PAIRS)
 
         numbers = zip(*(unit.numbers(builder, word_of(column), index) for column in columns), strict=True)
         for turn, found_here in enumerate(numbers):
             for line in range(turn * num_lines // unit.num_quads, (turn + 1) * num_lines // unit.num_quads):
                 if line % AHEAD_LINES == 0:
-                    prefetch.emit(builder, offset(builder, ahead, line * REGISTER_BYTES))
+                    near = columns[0] if len(columns) == 1 else constant(0)
+                    prefetch.emit(builder, offset(builder, builder.add(ahead, near), line * REGISTER_BYTES))
             quad = found_here[0][0]
             group, within = divmod(quad, GROUP // 4)
-            for row, of_row in zip(rows, counts[4 * quad // found.group], strict=True):
-                place = offset(builder, row, group * GROUP_BYTES + 4 * within)
-                four = broadcast(builder, load(builder, place, INT32), PAIRS)
-                for register, (_, weights) in zip(of_row, found_here, strict=True):
-                    builder.store(_multiplied(builder, builder.load(register), weights, four, found.middle), register)
+            part = 4 * quad // found.group
+            fours = [offset(builder, row, group * GROUP_BYTES + 4 * within) for row in rows]
+            x_here = [broadcast(builder, load(builder, four, INT32), PAIRS) for four in fours]
+            weights = [of_column for _, of_column in found_here]
+            _emit_quad(builder, name, turns[part], shorts[part], counts[part], weights, x_here)
+            turns[part] += 1
         for part in range(num_groups * num_parts):
             group = indexed(builder, constant(part), (number, num_groups * num_parts))
             given = [
@@ -287,10 +311,24 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
                 given,
                 x_sums[part],
                 counts[part],
-                lambda row, column: totals[row][column],
+                columns,
+                sums,
             )
-    for row, column in product(row_numbers, columns):
-        store(builder, sums_at(row, column), builder.load(totals[row][column]))
+
+
+@contextmanager
+def _columns(builder):
+    """Emit what follows for all columns of 16 outputs; with AVX2, for one at a time. Yields their offsets."""
+    if HAS_AVX512:
+        yield [constant(column * REGISTER_BYTES) for column in range(COLUMNS)]
+        return
+    with cgutils.for_range(builder, constant(COLUMNS)) as loop:
+        yield [builder.mul(loop.index, constant(REGISTER_BYTES))]
+
+
+def _room(builder, num_rows, kind):
+    """Memory that LLVM keeps in registers, by row and by column of those emitted at once."""
+    return [[cgutils.alloca_once(builder, kind) for _ in range(COLUMNS if HAS_AVX512 else 1)] for _ in range(num_rows)]
 
 
 def _sum_at(group, part, num_parts):
@@ -306,23 +344,25 @@ def _emit_first_counts(builder, x_sums, middle, counts):
             builder.store(first, register)
 
 
-def _emit_scaled(builder, places, has_minima, x_scales, x_sums, counts, total_of):
+def _emit_scaled(builder, places, has_minima, x_scales, x_sums, counts, columns, sums):
     """Add integer sums times scales, less minima, to float sums. All tiles do so in this order.
 
-    places: addresses of scales and minima. total_of(row, column): a pointer.
+    places: addresses of scales and minima. counts, columns: see _room and _columns. sums: address of the rows'.
     """
     lowered = [
         builder.fmul(builder.sitofp(x_sum, FLOAT), builder.fneg(by)) for x_sum, by in zip(x_sums, x_scales, strict=True)
     ]
-    for column in range(len(counts[0])):
-        scale, minimum = (load(builder, offset(builder, place, column * REGISTER_BYTES), FLOATS) for place in places)
+    for number, column in enumerate(columns):
+        scale, minimum = (load(builder, builder.add(place, column), FLOATS) for place in places)
         for row, of_row in enumerate(counts):
-            scaled = builder.fmul(builder.sitofp(builder.load(of_row[column]), FLOATS), scale)
-            by, total = broadcast(builder, x_scales[row], FLOATS), total_of(row, column)
-            found = multiply_add.emit(builder, scaled, by, builder.load(total, align=4))
+            scaled = builder.fmul(builder.sitofp(builder.load(of_row[number]), FLOATS), scale)
+            place = offset(builder, builder.add(sums, column), row * SUM_ROW_BYTES)
+            found = multiply_add.emit(
+                builder, scaled, broadcast(builder, x_scales[row], FLOATS), load(builder, place, FLOATS)
+            )
             if has_minima:
                 found = multiply_add.emit(builder, minimum, broadcast(builder, lowered[row], FLOATS), found)
-            builder.store(found, total, align=4)
+            store(builder, place, found)
 
 
 @of_format
@@ -346,28 +386,31 @@ def _emit_tile(
     builder, name, num_rows, x, x_stride, values, values_stride, scales, minima, num_groups, sums, wanted, num_lines
 ):
     found, row_numbers = FORMATS[name], range(num_rows)
-    num_parts = GROUP // found.group
-    counts = [[cgutils.alloca_once(builder, PAIRS) for _ in range(COLUMNS)] for _ in row_numbers]
+    num_parts, summed = GROUP // found.group, _summed_quads(name)
+    shorts, counts = _room(builder, num_rows, SHORTS), _room(builder, num_rows, PAIRS)
     num_quads = GROUP // 4 // num_parts
-    with cgutils.for_range(builder, num_groups) as groups:
+    with _columns(builder) as columns, cgutils.for_range(builder, num_groups) as groups:
         rows = [indexed(builder, x, (constant(row), x_stride), (groups.index, GROUP_BYTES)) for row in row_numbers]
-        ahead = indexed(builder, wanted, (builder.mul(groups.index, num_lines), REGISTER_BYTES))
-        with cgutils.for_range(builder, num_lines) as lines:
-            prefetch.emit(builder, indexed(builder, ahead, (lines.index, REGISTER_BYTES)))
+        num_lines_here = builder.udiv(
+            offset(builder, num_lines, COLUMNS // len(columns) - 1), constant(COLUMNS // len(columns))
+        )
+        ahead = indexed(
+            builder, builder.add(wanted, columns[0]), (builder.mul(groups.index, num_lines), REGISTER_BYTES)
+        )
+        with cgutils.for_range(builder, num_lines_here) as lines:
+            prefetch.emit(builder, indexed(builder, ahead, (lines.index, COLUMNS // len(columns) * REGISTER_BYTES)))
         for part in range(num_parts):
             x_sums = [load(builder, offset(builder, row, _sum_at(0, part, num_parts)), INT32) for row in rows]
             _emit_first_counts(builder, x_sums, found.middle, counts)
             first_values = indexed(builder, values, (groups.index, values_stride))
-            with cgutils.for_range(builder, constant(num_quads)) as quads:
-                quad = builder.add(quads.index, constant(part * num_quads))
-                place = indexed(builder, first_values, (quad, QUAD_BYTES))
-                weights = [load(builder, offset(builder, place, n * REGISTER_BYTES), PAIRS) for n in range(COLUMNS)]
-                for row, of_row in zip(rows, counts, strict=True):
-                    four = broadcast(builder, load(builder, indexed(builder, row, (quad, 4)), INT32), PAIRS)
-                    for register, weight in zip(of_row, weights, strict=True):
-                        builder.store(
-                            _multiplied(builder, builder.load(register), weight, four, found.middle), register
-                        )
+            with cgutils.for_range(builder, constant(num_quads // summed)) as quads:
+                for turn in range(summed):
+                    quad = indexed(builder, constant(part * num_quads + turn), (quads.index, summed))
+                    place = indexed(builder, first_values, (quad, QUAD_BYTES))
+                    weights = [load(builder, builder.add(place, column), PAIRS) for column in columns]
+                    fours = [load(builder, indexed(builder, row, (quad, 4)), INT32) for row in rows]
+                    x_here = [broadcast(builder, four, PAIRS) for four in fours]
+                    _emit_quad(builder, name, turn, shorts, counts, weights, x_here)
             group = indexed(builder, constant(part), (groups.index, num_parts))
             _emit_scaled(
                 builder,
@@ -376,9 +419,8 @@ def _emit_tile(
                 [load(builder, offset(builder, row, GROUP), FLOAT) for row in rows],
                 x_sums,
                 counts,
-                lambda row, column: builder.inttoptr(
-                    offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES), FLOATS.as_pointer()
-                ),
+                columns,
+                sums,
             )
 
 

@@ -1,8 +1,8 @@
-"""Matmuls with a prepacked bf16 matrix on a CPU, by AVX-512. Kernels: any thread, without the GIL; classes: engine.
+"""Matmuls with a prepacked bf16 matrix on a CPU, by AVX2. Kernels: any thread, without the GIL; classes: engine.
 
 A matrix lies in blocks of 64 outputs, pairs of inputs side by side; a pair's 64 outputs are 256 bytes. It is packed
 once its layer has been read, onto large pages; oneDNN packs alike, onto small ones. Where 64 does not divide outputs
-and inputs, oneDNN serves.
+and inputs, oneDNN serves if it has bf16; else they are padded.
 
 A piece of work is some blocks: each is read from memory once, a part of its inputs at a time, and multiplied with all
 rows while that part lies in a core's cache; the next part is prefetched meanwhile. Up to six rows' sums lie in
@@ -24,7 +24,9 @@ from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
     FLOATS,
+    HAS_AVX512,
     LANES,
+    NEAR_PAIRS,
     PAIRS,
     REGISTER_BYTES,
     broadcast,
@@ -52,11 +54,11 @@ from gpu.linear import BLOCK_OUTPUTS
 BLOCK_REGISTERS = BLOCK_OUTPUTS // LANES
 PAIR_BYTES = BLOCK_REGISTERS * REGISTER_BYTES  # of a pair of inputs, all outputs of a block
 SUM_ROW_BYTES = 4 * BLOCK_OUTPUTS
-MOST_TILE_ROWS = 6  # with 4 registers of sums each, and 4 of weights: of 32 registers
+MOST_TILE_ROWS = 6 if HAS_AVX512 else 5  # with 4 registers of sums each, and 4 of weights: of 32 registers
 PART_PAIRS = 512  # of inputs: 128 KiB of weights, an eighth of a second-level cache
 # Of a few tiles of rows: weights stay in half of a first-level cache from tile to tile, so that prefetches have that
 # cache's miss buffers to themselves.
-NEAR_PAIRS, NEAR_ROWS = 64, 48
+NEAR_ROWS = 48
 STREAM_AHEAD = 4096  # bytes: how far ahead a single tile of rows prefetches weights
 PAIR_LINES = PAIR_BYTES // REGISTER_BYTES
 SHARED_LINES = 2  # prefetched per pair where at least two tiles share the prefetching
@@ -99,27 +101,22 @@ def make_tile(most_lines, num_registers=BLOCK_REGISTERS):
 def _emit_tile(builder, num_rows, arguments, most_lines, num_registers):
     x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
     pair_bytes = num_registers * REGISTER_BYTES  # a row's sums take as many
+
+    def columns_of(index, columns):
+        line = builder.lshr(builder.mul(index, num_quarters), constant(2))
+        lines = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
+        first, end = (most_lines * column // num_registers for column in (columns.start, columns.stop))
+        for number in range(first, end):
+            prefetch.emit(builder, offset(builder, lines, number * REGISTER_BYTES))
+        at = builder.add(weights, builder.mul(index, constant(pair_bytes)))
+        return [load(builder, offset(builder, at, n * REGISTER_BYTES), PAIRS) for n in columns]
+
+    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
     places = [
         [offset(builder, sums, row * pair_bytes + column * REGISTER_BYTES) for column in range(num_registers)]
         for row in range(num_rows)
     ]
-    registers = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
-    cells = [pair for cell in zip(registers, places, strict=True) for pair in zip(*cell, strict=True)]
-    for register, place in cells:
-        builder.store(load(builder, place, FLOATS), register)
-
-    def columns_of(index):
-        line = builder.lshr(builder.mul(index, num_quarters), constant(2))
-        lines = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
-        for number in range(most_lines):
-            prefetch.emit(builder, offset(builder, lines, number * REGISTER_BYTES))
-        at = builder.add(weights, builder.mul(index, constant(pair_bytes)))
-        return [load(builder, offset(builder, at, n * REGISTER_BYTES), PAIRS) for n in range(num_registers)]
-
-    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-    emit_products(builder, num_pairs, rows, registers, columns_of)
-    for register, place in cells:
-        store(builder, place, builder.load(register))
+    emit_products(builder, num_pairs, rows, places, columns_of)
 
 
 _shared_tile, _lone_tile = make_tile(SHARED_LINES), make_tile(PAIR_LINES)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
@@ -45,7 +46,7 @@ from gpu.cpu_kernels.vectors import (
 from gpu.device import cpu_flags
 from gpu.kv_cache import SCALE_BYTES, LayerKV
 from gpu.layers import Gated
-from gpu.linear import Embed, Linear, PackedRows, can_gather, in_blocks
+from gpu.linear import BLOCK_OUTPUTS, Embed, Linear, PackedRows, can_gather, in_blocks
 from gpu.operators import HeadNorms, Operators
 from gpu.parameters import RecurrentWeights
 from gpu.quant import Weight
@@ -281,15 +282,28 @@ class KernelOperators(Operators):
         self._norm, self._rotate, self._gate = Kernel(add_and_norm), Kernel(rotate_and_store), Kernel(gate)
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        if isinstance(weight, Tensor) and _is_multiplied(weight):
-            return PackedMatmul(self._multiply, in_blocks(weight), bias)
-        return super().linear(weight, bias)
+        if not isinstance(weight, Tensor) or not self._multiplies(weight):
+            return super().linear(weight, bias)
+        return self._matmul(_padded_blocks(weight), bias, weight.shape)
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
-        if not _is_multiplied(embedding):
+        if not self._multiplies(embedding) or embedding.shape[1] % BLOCK_OUTPUTS:
             return super().tied(embedding)
-        blocks = in_blocks(embedding)
-        return PackedRows(blocks), PackedMatmul(self._multiply, blocks, None)
+        blocks = _padded_blocks(embedding)
+        return PackedRows(blocks), self._matmul(blocks, None, embedding.shape)
+
+    def _multiplies(self, weight: Tensor) -> bool:
+        """Not with AMX, which the kernel does not use, nor what blocks do not divide and oneDNN multiplies in bf16."""
+        is_served = can_gather(weight.shape) or not self._is_packed
+        return "amx_bf16" not in cpu_flags() and weight.dtype == torch.bfloat16 and is_served
+
+    def _matmul(self, blocks: Tensor, bias: Tensor | None, shape: torch.Size) -> Linear:
+        """shape: of the matrix that was padded."""
+        if can_gather(shape):
+            return PackedMatmul(self._multiply, blocks, bias)
+        missing_out, missing_in = (-size % BLOCK_OUTPUTS for size in shape)
+        padded = PackedMatmul(self._multiply, blocks, None if bias is None else F.pad(bias, (0, missing_out)))
+        return lambda x: padded(F.pad(x, (0, missing_in)))[:, : shape[0]].contiguous()
 
     def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
         from gpu.cpu_kernels.recurrence import KINDS, can_compute  # compiles for seconds, once
@@ -383,9 +397,9 @@ class KernelOperators(Operators):
         return total, normed
 
 
-def _is_multiplied(weight: Tensor) -> bool:
-    """With AMX, which the kernel does not use, oneDNN serves: rows come in panels there (gpu/linear.py)."""
-    return "amx_bf16" not in cpu_flags() and weight.dtype == torch.bfloat16 and can_gather(weight.shape)
+def _padded_blocks(weight: Tensor) -> Tensor:
+    missing_out, missing_in = (-size % BLOCK_OUTPUTS for size in weight.shape)
+    return in_blocks(F.pad(weight, (0, missing_in, 0, missing_out)))
 
 
 def _is_supported(x: Tensor, weight: Tensor | None) -> bool:

@@ -9,7 +9,8 @@ from core.config import EngineConfig, ModelConfig
 from gpu.cache_files import can_keep_kernels
 from gpu.device import DeviceChoice, choose_device, cpu_flags
 
-NEEDED_FLAG = "avx512bw"
+NEEDED_FLAGS = {"avx2", "fma", "f16c"}
+NO_FLAGS = f"the CPU has not all of {', '.join(sorted(NEEDED_FLAGS))}"
 HEAD_DIM_STEP = 32  # numbers of bf16 in a register
 # Importing numba takes 0.7 s: a model of this size takes seconds to load, and its steps tens of ms.
 MIN_PARAMETERS = 100_000_000
@@ -26,7 +27,7 @@ def choose_for(model: ModelConfig | None, engine: EngineConfig) -> DeviceChoice:
         DeviceUnavailable: as choose_device.
     """
     choice = choose_device(engine)
-    in_bf16 = replace(choice, dtype=torch.bfloat16, dtype_reason=f"kernels compute it by {NEEDED_FLAG}")
+    in_bf16 = replace(choice, dtype=torch.bfloat16, dtype_reason="kernels compute it")
     if model is None:
         return choice
     is_settled = engine.dtype != "auto" or choice.device.type != "cpu" or choice.dtype == torch.bfloat16
@@ -42,11 +43,16 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
     """Why the kernels cannot serve on this device, as a phrase; None: they can."""
     if choice.device.type != "cpu" or choice.dtype != torch.bfloat16:
         return f"{choice.dtype_name} on {choice.device.type}: the kernels support bfloat16 on a CPU"
-    if NEEDED_FLAG not in cpu_flags():
-        return f"the CPU has no {NEEDED_FLAG}"
+    if not has_needed_flags():
+        return NO_FLAGS
     if config.num_parameters < MIN_PARAMETERS:
         return "the model is too small to repay loading the kernels"
     return why_no_numba()
+
+
+def has_needed_flags() -> bool:
+    """Whether the CPU has what kernels are made of."""
+    return cpu_flags() >= NEEDED_FLAGS
 
 
 def why_no_numba() -> str | None:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,9 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-HAS_BF16 = "avx512_bf16" in cpu_flags()
+HAS_AVX512, HAS_BF16 = "avx512bw" in cpu_flags(), "avx512_bf16" in cpu_flags()
+NEAR_PAIRS = 64  # of four columns: half of a first-level cache
+COLUMNS_AT_ONCE = (0, 4, 2, 2, 1, 1, 1)  # by rows: with AVX2, up to 12 registers of sums
 BFLOATS, HALF_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
@@ -172,33 +175,93 @@ def emit_by_count(builder: Any, count: Any, most: int, emit_one: Callable[[int],
 
 
 def emit_products(
-    builder: Any, num_pairs: Any, rows: list[Any], sums: list[list[Any]], columns_of: Callable[[Any], list[Any]]
+    builder: Any,
+    num_pairs: Any,
+    rows: list[Any],
+    sums: list[list[Any]],
+    columns_of: Callable[[Any, range], list[Any]],
 ) -> None:
     """Emit the addition of rows times columns to sums, over pairs of inputs.
 
     Args:
         rows: addresses of bf16 [2 * num_pairs].
-        sums: of each row, memory of Floats for each column.
-        columns_of: emits the registers of pairs of the index-th pair of inputs.
+        sums: of each row, addresses of Floats for each column.
+        columns_of: emits the registers of pairs of the index-th pair of inputs: those of these columns.
     """
-    with cgutils.for_range(builder, num_pairs) as loop:
-        columns = columns_of(loop.index)
-        place = builder.mul(loop.index, constant(4))
-        x_pairs = [broadcast(builder, load(builder, builder.add(row, place), INT32), PAIRS) for row in rows]
-        if HAS_BF16:
-            dot = "llvm.x86.avx512bf16.dpbf16ps.512"  # total + column[0] * pair[0] + column[1] * pair[1]
-            columns, x_pairs = ([builder.bitcast(each, BFLOATS) for each in both] for both in (columns, x_pairs))
-            _emit_each(builder, x_pairs, columns, sums, lambda total, *both: call(builder, dot, FLOATS, total, *both))
-            return
-        for half in (_first_halves, _second_halves):  # so that few registers are in use
-            firsts, seconds = ([half(builder, each) for each in both] for both in (x_pairs, columns))
-            _emit_each(builder, firsts, seconds, sums, lambda total, x, y: multiply_add.emit(builder, x, y, total))
+    columns = range(len(sums[0]))
+    if HAS_AVX512:
+        with _in_registers(builder, sums) as totals, cgutils.for_range(builder, num_pairs) as loop:
+            place = builder.mul(loop.index, constant(4))
+            x_pairs = [broadcast(builder, load(builder, builder.add(row, place), INT32), PAIRS) for row in rows]
+            _emit_pair(builder, x_pairs, columns_of(loop.index, columns), totals)
+        return
+    # Sixteen registers of half a column: few columns at a time, of a part that a first-level cache keeps meanwhile, and
+    # rows as float32 beside it, so that broadcasts are loads.
+    floats_at = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(FLOAT, 2 * NEAR_PAIRS * len(rows))), INT64)
+    near = [offset(builder, floats_at, 8 * NEAR_PAIRS * row) for row in range(len(rows))]
+    num_parts = builder.udiv(offset(builder, num_pairs, NEAR_PAIRS - 1), constant(NEAR_PAIRS))
+    some = COLUMNS_AT_ONCE[len(rows)]
+    with cgutils.for_range(builder, num_parts) as parts:
+        first = builder.mul(parts.index, constant(NEAR_PAIRS))
+        left = builder.sub(num_pairs, first)
+        size = builder.select(builder.icmp_signed("<", left, constant(NEAR_PAIRS)), left, constant(NEAR_PAIRS))
+        for row, target in zip(rows, near, strict=True):
+            _emit_widened(builder, builder.add(row, builder.mul(first, constant(4))), size, target)
+        for some_columns in (columns[start : start + some] for start in columns[::some]):
+            of_columns = [[of_row[column] for column in some_columns] for of_row in sums]
+            with _in_registers(builder, of_columns) as totals, cgutils.for_range(builder, size) as loop:
+                found = columns_of(builder.add(first, loop.index), some_columns)
+                place = builder.mul(loop.index, constant(8))
+                for half, widen in enumerate((_first_halves, _second_halves)):
+                    at = [offset(builder, builder.add(row, place), 4 * half) for row in near]
+                    numbers = [broadcast(builder, load(builder, each, FLOAT), FLOATS) for each in at]
+                    _emit_each(builder, numbers, [widen(builder, each) for each in found], totals, _add_product)
+
+
+@contextmanager
+def _in_registers(builder, places):
+    """Memory that LLVM keeps in registers, with what is at these addresses, to which it is written at the end."""
+    registers = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
+    cells = [cell for both in zip(registers, places, strict=True) for cell in zip(*both, strict=True)]
+    for register, place in cells:
+        builder.store(load(builder, place, FLOATS), register)
+    yield registers
+    for register, place in cells:
+        store(builder, place, builder.load(register))
+
+
+def _emit_pair(builder, x_pairs, columns, totals):
+    if HAS_BF16:
+        dot = "llvm.x86.avx512bf16.dpbf16ps.512"  # total + column[0] * pair[0] + column[1] * pair[1]
+        columns, x_pairs = ([builder.bitcast(each, BFLOATS) for each in both] for both in (columns, x_pairs))
+        _emit_each(builder, x_pairs, columns, totals, lambda _, total, *both: call(builder, dot, FLOATS, total, *both))
+        return
+    for half in (_first_halves, _second_halves):  # so that few registers are in use
+        firsts, seconds = ([half(builder, each) for each in both] for both in (x_pairs, columns))
+        _emit_each(builder, firsts, seconds, totals, _add_product)
+
+
+def _add_product(builder, total, x, y):
+    return multiply_add.emit(builder, x, y, total)
+
+
+def _emit_widened(builder, source, num_pairs, target):
+    """Store pairs of bf16 as float32."""
+    step = LANES // 2
+    with cgutils.for_range(builder, builder.udiv(num_pairs, constant(step))) as loop:
+        numbers = load_widened.emit(builder, builder.add(source, builder.mul(loop.index, constant(4 * step))))
+        store(builder, builder.add(target, builder.mul(loop.index, constant(8 * step))), numbers)
+    whole = builder.and_(num_pairs, constant(-step))
+    with cgutils.for_range(builder, builder.shl(builder.sub(num_pairs, whole), constant(1))) as loop:
+        number = builder.add(builder.shl(whole, constant(1)), loop.index)
+        value = widened.emit(builder, builder.add(source, builder.shl(number, constant(1))))
+        store(builder, builder.add(target, builder.shl(number, constant(2))), value)
 
 
 def _emit_each(builder, x_pairs, columns, sums, add):
     for pair, of_row in zip(x_pairs, sums, strict=True):
         for total, column in zip(of_row, columns, strict=True):
-            builder.store(add(builder.load(total), pair, column), total)
+            builder.store(add(builder, builder.load(total), pair, column), total)
 
 
 def _first_halves(builder, x):

@@ -20,8 +20,8 @@ from core.gguf import BLOCKS
 from core.gguf_model import config_of, num_turned_heads
 from core.plan import SequenceStart
 from gpu import checkpoint as gpu_gguf
-from gpu.blocks import NEEDED_FLAGS
 from gpu.checkpoint import DEQUANTISERS, GgufReader, open_checkpoint
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.loading import load_runner
 from gpu.memory_plan import estimate

@@ -200,7 +200,7 @@ def test_what_weights_take_while_they_load_is_told_before() -> None:
 
 def test_where_a_kernel_attends_no_keys_and_values_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for flags in ("avx2", "avx2 avx512bw"):
+    for flags in ("avx", "avx2 fma f16c"):
         monkeypatch.setattr(support, "cpu_flags", lambda flags=flags: frozenset(flags.split()))
         monkeypatch.setattr(support, "why_no_numba", lambda: None)
         found.append(plan(100).activation_bytes)
@@ -211,7 +211,7 @@ def test_where_a_kernel_recurs_no_scan_is_counted(monkeypatch: pytest.MonkeyPatc
     """A layer of Qwen3.5 4B, beside the same without."""
     own = RecurrentConfig("linear_attention", 4, 8192, 32, 16, 128, 128)
     found = []
-    for flags, recurrence in itertools.product(("avx2", "avx2 avx512bw"), (None, own)):
+    for flags, recurrence in itertools.product(("avx", "avx2 fma f16c"), (None, own)):
         monkeypatch.setattr(support, "cpu_flags", lambda flags=flags: frozenset(flags.split()))
         monkeypatch.setattr(support, "why_no_numba", lambda: None)
         model = dataclasses.replace(MODEL, recurrence=recurrence)

@@ -10,8 +10,9 @@ import torch
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig
 from core.config_json import parse_model_config
-from gpu.blocks import NEEDED_FLAGS, BlockWeight
+from gpu.blocks import BlockWeight
 from gpu.checkpoint import open_checkpoint
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.memory_plan import weights_size_bytes
 from gpu.operators import Operators

@@ -425,18 +425,18 @@ def test_a_large_models_start_chooses(config: ModelConfig, is_measured: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "flag", "why"),
+    ("config", "device", "flags", "why"),
     [
-        (LARGE, TWO_CORES, support.NEEDED_FLAG, "float32 on cpu"),
-        (SMALL, CPU, support.NEEDED_FLAG, "too small"),
-        (LARGE, CPU, "avx2", "the CPU has no avx512bw"),
+        (LARGE, TWO_CORES, support.NEEDED_FLAGS, "float32 on cpu"),
+        (SMALL, CPU, support.NEEDED_FLAGS, "too small"),
+        (LARGE, CPU, {"avx2"}, "the CPU has not all of avx2, f16c, fma"),
     ],
     ids=["dtype", "size", "flags"],
 )
 def test_torch_serves_where_the_kernels_cannot(
-    config: ModelConfig, device: DeviceChoice, flag: str, why: str, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, device: DeviceChoice, flags: set[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "cpu_flags", lambda: frozenset([flag]))
+    monkeypatch.setattr(support, "cpu_flags", lambda: frozenset(flags))
     assert why in (why_no_kernels(config, device) or "")
     assert type(find_operators(config, device)) is Operators
 
@@ -444,14 +444,14 @@ def test_torch_serves_where_the_kernels_cannot(
 @pytest.mark.parametrize(
     ("config", "asked", "flags", "dtype"),
     [
-        (LARGE, "auto", "avx2 avx512bw", torch.bfloat16),
-        (LARGE, "float32", "avx2 avx512bw", torch.float32),
-        (LARGE, "auto", "avx2", torch.float32),
-        (SMALL, "auto", "avx2 avx512bw", torch.float32),
-        (dataclasses.replace(LARGE, has_sinks=True), "auto", "avx2 avx512bw", torch.float32),
+        (LARGE, "auto", "avx2 fma f16c", torch.bfloat16),
+        (LARGE, "float32", "avx2 fma f16c", torch.float32),
+        (LARGE, "auto", "avx", torch.float32),
+        (SMALL, "auto", "avx2 fma f16c", torch.float32),
+        (dataclasses.replace(LARGE, has_sinks=True), "auto", "avx2 fma f16c", torch.float32),
         (SMALL, "auto", "avx512bw avx512_bf16", torch.bfloat16),
     ],
-    ids=["kernels", "asked", "avx2", "small", "sinks", "native"],
+    ids=["kernels", "asked", "older", "small", "sinks", "native"],
 )
 def test_a_cpu_without_bf16_serves_in_it_what_kernels_compute_whole(
     config: ModelConfig, asked: str, flags: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -478,7 +478,7 @@ def test_what_multiplies_and_attends_is_described(
     others: tuple[str, ...], multiplies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (tune, support):
-        monkeypatch.setattr(module, "cpu_flags", lambda: frozenset([support.NEEDED_FLAG, *others]))
+        monkeypatch.setattr(module, "cpu_flags", lambda: frozenset([*support.NEEDED_FLAGS, *others]))
     assert describe_matmuls(LARGE, CPU, EngineConfig()) == multiplies
     assert describe_attention(LARGE, CPU) == "numba's kernel over block tables"
     assert "too small" in describe_matmuls(SMALL, CPU, EngineConfig())

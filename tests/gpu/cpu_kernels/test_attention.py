@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu.attention import Scores
-from gpu.blocks import NEEDED_FLAGS
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from tests.gpu.attention_cases import Case, assert_near, make_case
 

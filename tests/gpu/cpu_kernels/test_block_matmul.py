@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from core.gguf import BLOCKS
-from gpu.blocks import FORMATS, NEEDED_FLAGS, BlockWeight, PackedBlocks
+from gpu.blocks import FORMATS, BlockWeight, PackedBlocks
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.quant import QuantizedWeight, dequantize, pack_nibbles, quantize
 from tests.gguf_files import random_blocks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.blocks import NEEDED_FLAGS
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 
 if not cpu_flags() >= NEEDED_FLAGS:

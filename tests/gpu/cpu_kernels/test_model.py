@@ -7,8 +7,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig
-from gpu.blocks import NEEDED_FLAGS
 from gpu.cpu_kernels import support
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags, num_physical_cores
 from tests.gpu.conftest import open_runner
 from tests.gpu.driver import Driver, make_plan

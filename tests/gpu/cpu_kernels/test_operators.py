@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpu.blocks import NEEDED_FLAGS
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.kv_cache import SCALE_BYTES, Int8LayerKV, LayerKV
 from gpu.layers import GATED

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.config import RecurrentConfig
-from gpu.blocks import NEEDED_FLAGS
+from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.memory_plan import recurs_in_place
 from gpu.parameters import RecurrentWeights
