@@ -13,6 +13,7 @@ padded with rows, another extra block takes what padding writes, and is never re
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import StartupError
+from core.plan import Int32Array
 from gpu.device import DeviceChoice
 
+Blocks = TypeVar("Blocks", Tensor, Int32Array)
 INT8 = torch.int8
 SCALE_BYTES = 4
 MOST = 127.0  # of an integer
@@ -116,7 +119,7 @@ class KVCache:
         num_window_blocks: int = 0,
     ) -> None:
         self.num_blocks, self.num_window_blocks = num_blocks, num_window_blocks
-        self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
+        self.scratch_block = num_blocks
         rank, are_behind = None if config.latent is None else config.latent.rank, [one is not None for one in windows]
         sizes = [(*size, bool(are_behind) and are_behind[index]) for index, size in enumerate(config.cached_heads)]
         kinds = {}
@@ -137,18 +140,12 @@ class KVCache:
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
 
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole blocks, all layers: sources[i] to targets[i]; no target is also a source. Both: [copies]."""
-        for tensors, own, others in zip(self.kinds, self.parts_of(sources), self.parts_of(targets), strict=True):
-            for tensor in tensors if len(own) else ():
-                tensor.index_copy_(2, others, tensor.index_select(2, own))
-
     @property
     def kinds(self) -> list[list[Tensor]]:
         """The tensors of blocks, and those of window blocks, if there are any."""
         return [self.tensors, self.window_tensors] if self.window_tensors else [self.tensors]
 
-    def parts_of(self, blocks: Tensor) -> list[Tensor]:
+    def parts_of(self, blocks: Blocks) -> list[Blocks]:
         """Blocks and window blocks, in the order of `kinds`."""
         return [blocks[blocks >= 0], ~blocks[blocks < 0]] if self.window_tensors else [blocks]
 
@@ -178,6 +175,11 @@ class KVCache:
                 else:
                     found.nan_to_num_(0.0, 0.0, 0.0)
                 tensor.index_copy_(2, own, found)
+
+
+def copy_blocks(tensor: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy whole blocks of one of a cache's tensors: sources[i] to targets[i]; no target is also a source."""
+    tensor.index_copy_(2, targets, tensor.index_select(2, sources))
 
 
 def _layer_kv(layer: Tensor, num_kv_heads: int, head_dim: int, has_windows: bool, latent_rank: int | None) -> LayerKV:

@@ -390,8 +390,6 @@ def why_one_table(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
         return "all layers see alike"
     if not engine.has_window_blocks:
         return "the model drafts, or is measured"
-    if device.device.type != "cpu":
-        return "its kernels read one table"
     if engine.tensor_parallel > 1:
         return "ranks have one table"
     if engine.kv_offload_bytes:

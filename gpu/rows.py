@@ -70,20 +70,30 @@ class DeviceTables:
     Args:
         blocks: [slots, blocks of a sequence], contiguous; with window blocks, these behind the others: twice as wide.
         last_tokens: int64 [slots]: what each slot sampled last.
-        scratch: the block that pads tables and is never written.
-        padding: the block that padding's keys and values go to, and that is never read.
+        scratch: the block that pads tables and is never written; the next one is padding's: its keys and values go
+            there, and are never read.
+        scratch_window: the same of window blocks; None: there are none.
     """
 
     blocks: Tensor
     last_tokens: Tensor
     scratch: int
-    padding: int
-    has_windows: bool = False
+    scratch_window: int | None = None
 
     @property
     def width(self) -> int:
         """Blocks of a sequence."""
-        return self.blocks.shape[1] // (1 + self.has_windows)
+        return self.blocks.shape[1] // len(self.kinds)
+
+    @property
+    def of_kinds(self) -> list[Tensor]:
+        """[slots, width] each."""
+        return [self.blocks[:, first : first + self.width] for first in range(0, self.blocks.shape[1], self.width)]
+
+    @property
+    def kinds(self) -> list[int]:
+        """The scratch blocks, of each kind."""
+        return [self.scratch] if self.scratch_window is None else [self.scratch, self.scratch_window]
 
 
 class LastStates:
@@ -133,18 +143,13 @@ class RowOperators:
         offsets, blocks = positions % BLOCK_SIZE, tables.blocks.view(-1)
         kv_slots = blocks.index_select(0, places) * BLOCK_SIZE + offsets
         window_slots = None
-        if tables.has_windows:
+        if tables.scratch_window is not None:
             window_slots = blocks.index_select(0, places + tables.width) * BLOCK_SIZE + offsets
         return StepTokens(token_ids, positions.float(), kv_slots, window_slots)
 
-    def tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
-        """The rows' block tables, [rows, num_blocks]."""
-        return self._tables.blocks[:, :num_blocks].index_select(0, inputs.slots)
-
-    def window_tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
-        """The same of window blocks."""
-        first = self._tables.width
-        return self._tables.blocks[:, first : first + num_blocks].index_select(0, inputs.slots)
+    def tables_of(self, inputs: StepInputs, num_blocks: int) -> list[Tensor]:
+        """The rows' block tables, [rows, num_blocks], and those of window blocks, if there are any."""
+        return [table[:, :num_blocks].index_select(0, inputs.slots) for table in self._tables.of_kinds]
 
     def change_tables(self, places: Tensor, blocks: Tensor) -> None:
         """Write blocks to the tables. places: indexes into all tables, end to end."""

@@ -251,7 +251,8 @@ def count_graphs(
     Args:
         open_graphs: makes the graphs of steps over a cache.
     """
-    cache = KVCache(memory.model, 1, memory.kv_dtype, memory.device.device, has_padding=True)
+    kinds = memory.kv_dtype, memory.device.device, True, memory.windows
+    cache = KVCache(memory.model, 1, *kinds, num_window_blocks=1)
     graphs = open_graphs(cache, step_shapes(memory.model, memory.engine))
     graphs.recorder = recorder
     taken, shapes = measure_graphs(graphs), graphs.shapes

@@ -21,6 +21,7 @@ masks of grammars the sampling kernel is launched by itself; torch samples setti
 too many biases. It handles all usual settings in one form: no request makes it compile or capture anything.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -33,7 +34,7 @@ from core.config import BLOCK_SIZE, Sight
 from core.plan import Int32Array, StepPlan
 from gpu.adapters import AdaptedRows, SlotAdapters
 from gpu.attention import HostRows, IntArray, RaggedRows, rows_in_chunks
-from gpu.kv_cache import KVCache, num_blocks_for
+from gpu.kv_cache import KVCache, copy_blocks, num_blocks_for
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
 from gpu.pooling import Pooled, Pooler, pooled_tokens
@@ -72,17 +73,22 @@ class BlockTables:
         for start in plan.sequence_starts:
             self.blocks[start.slot] = self._empty
             self.num_prompt_tokens[start.slot] = start.num_prompt_tokens
-        positions, blocks = plan.table_positions, plan.table_blocks
-        if self.scratch_window is not None:
-            positions, blocks = positions + self.width * (blocks < 0), np.where(blocks < 0, ~blocks, blocks)
-        self.blocks[plan.table_slots, positions] = blocks
+        places, blocks = self._changes(plan)
+        self.blocks.reshape(-1)[places] = blocks
 
     def changes(self, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
         """(place, its new block) of the plan's changes, each place once; places count through all tables end to end."""
-        places = plan.table_slots * np.int32(self.width) + plan.table_positions
+        places, blocks = self._changes(plan)
         _, lasts = np.unique(places[::-1], return_index=True)
         lasts = len(places) - 1 - lasts
-        return places[lasts], plan.table_blocks[lasts]
+        return places[lasts], blocks[lasts]
+
+    def _changes(self, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
+        """The same in the order of the plan."""
+        places, blocks = plan.table_slots * np.int32(self.blocks.shape[1]) + plan.table_positions, plan.table_blocks
+        if self.scratch_window is not None:
+            places, blocks = places + np.int32(self.width) * (blocks < 0), np.where(blocks < 0, ~blocks, blocks)
+        return places, blocks
 
     def of(self, slot: int) -> IntArray:
         """A slot's blocks, in order, then its window blocks, as ~b."""
@@ -316,8 +322,7 @@ class Steps:
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
             blocks = blocks.to(device, torch.int32, copy=True)
-        scratch = cache.scratch_block, cache.padding_block, scratch_window is not None
-        on_device = DeviceTables(blocks, self._sampler.last_tokens, *scratch)
+        on_device = DeviceTables(blocks, self._sampler.last_tokens, cache.scratch_block, scratch_window)
         self._are_own_alone = attention.are_own_tokens_alone or operators.is_deterministic
         largest = StepShape(max_tokens if self._are_own_alone else max_rows, 0, max_tokens)
         all_shapes = [*shapes.chunks, largest]
@@ -449,39 +454,41 @@ class Steps:
         """
         Args:
             num_blocks: of the longest context, at least.
-            host: the rows on the host, and those over window blocks, if there are any; None: in a graph.
+            host: the rows on the host, as RowOperators.tables_of has them; None: in a graph.
         """
         dtype, tables = self._operators.attention.index_dtype, self._rows.tables_of(inputs, num_blocks)
-        columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
-        rows = RaggedRows(*columns, num_decodes=shape.num_decodes, window=None, host=host[0] if host else None)
-        behind = None
-        if host is not None and len(host) > 1:
-            tables = self._rows.window_tables_of(inputs, num_blocks)
-            behind = replace(rows, tables=tables.to(dtype), host=host[1])
-        attending = rows_by_sight(rows, self._sights, self.tables.width * BLOCK_SIZE, behind)
+        ends, offsets = inputs.ends.to(dtype), inputs.offsets.to(dtype)
+        on_host: Sequence[HostRows | None] = host or [None] * len(tables)
+        rows, *behind = (
+            RaggedRows(table.to(dtype), ends, offsets, num_decodes=shape.num_decodes, window=None, host=one)
+            for table, one in zip(tables, on_host, strict=True)
+        )
+        attending = rows_by_sight(rows, self._sights, self.tables.width * BLOCK_SIZE, *behind)
         batch = Batch(self._rows.tokens_of(inputs), attending, asked, adapted, recurrent)
         return self._model.forward(batch, self._cache)
 
     def _bring_up(self, plan: StepPlan, inputs: Int32Array) -> None:
         """Copy what the plan changes to the device, at once."""
-        cleared = self.tables.fresh_blocks(plan).astype(np.int32)
+        cache, cleared = self._cache, self.tables.fresh_blocks(plan).astype(np.int32)
         places, blocks = (NOTHING, NOTHING) if self._is_host else self.tables.changes(plan)
         launched = self._sampler.launched
         started = [] if launched is None else launched.take_started()
-        parts = (inputs, places, blocks, plan.copy_sources, plan.copy_targets, cleared, *started)
+        changed = zip(*map(cache.parts_of, (plan.copy_sources, plan.copy_targets, cleared)), strict=True)
+        parts = (inputs, places, blocks, *(part for kind in changed for part in kind), *started)
         self._copies.send_integers(parts, self._change)
 
     def _change(self, parts: list[Tensor]) -> None:
         """Apply the changes on the device; most parts are empty in most steps, and launch nothing."""
-        inputs, places, blocks, sources, targets, cleared, *started = parts
-        if len(sources):
-            self._cache.copy_blocks(sources.long(), targets.long())
+        (inputs, places, blocks), started = parts[:3], parts[3 + 3 * len(self._cache.kinds) :]
         if len(places):
             self._rows.change_tables(places, blocks)
-        if len(cleared):
-            for tensors, own in zip(self._cache.kinds, self._cache.parts_of(cleared), strict=True):
-                for tensor in tensors:
-                    self._rows.clear_blocks(tensor, own)
+        for index, tensors in enumerate(self._cache.kinds):
+            sources, targets, cleared = parts[3 + 3 * index : 6 + 3 * index]
+            for tensor in tensors:
+                if len(sources):
+                    copy_blocks(tensor, sources.long(), targets.long())
+                if len(cleared):
+                    self._rows.clear_blocks(tensor, cleared)
         if started and len(started[0]) and (kernel := self._sampler.launched) is not None:
             kernel.put_started(started)
         self._inputs[: len(inputs)].copy_(inputs)

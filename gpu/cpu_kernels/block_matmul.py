@@ -17,7 +17,7 @@ them. int8 and int4 (--quantize, GPTQ, AWQ) are packed as blocks while they load
 """
 
 import ctypes
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -44,6 +44,7 @@ from gpu.cpu_kernels.block_formats import (
     UNITS,
     decode_numbers,
     decode_scales,
+    in_registers,
     indexed,
     of_format,
     units,
@@ -79,7 +80,6 @@ from gpu.cpu_kernels.vectors import (
     shuffle,
     spread,
     spread_largest,
-    store,
     store_bytes,
     store_floats,
     store_rounded,
@@ -271,7 +271,15 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
     shorts, counts = (
         [_room(builder, num_rows, kind) for _ in range(num_groups * num_parts)] for kind in (SHORTS, PAIRS)
     )
-    with units(builder, name, at, constant(1)) as (number, index, word_at), _columns(builder) as columns:
+    of_rows = [offset(builder, sums, row * SUM_ROW_BYTES) for row in row_numbers]
+    places = [[offset(builder, row, column * REGISTER_BYTES) for column in range(COLUMNS)] for row in of_rows]
+    floats = in_registers(builder, places) if HAS_AVX512 else nullcontext()
+    with (
+        floats as totals,
+        units(builder, name, at, constant(1)) as (number, index, word_at),
+        _columns(builder) as columns,
+    ):
+        total_of = _in_memory(builder, sums, columns) if totals is None else lambda row, column: totals[row][column]
         ahead = indexed(builder, offset(builder, at, AHEAD_BYTES), (number, num_lines * REGISTER_BYTES))
         rows = [
             indexed(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
@@ -312,7 +320,7 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
                 x_sums[part],
                 counts[part],
                 columns,
-                sums,
+                total_of,
             )
 
 
@@ -344,10 +352,10 @@ def _emit_first_counts(builder, x_sums, middle, counts):
             builder.store(first, register)
 
 
-def _emit_scaled(builder, places, has_minima, x_scales, x_sums, counts, columns, sums):
+def _emit_scaled(builder, places, has_minima, x_scales, x_sums, counts, columns, total_of):
     """Add integer sums times scales, less minima, to float sums. All tiles do so in this order.
 
-    places: addresses of scales and minima. counts, columns: see _room and _columns. sums: address of the rows'.
+    places: addresses of scales and minima. counts, columns: see _room and _columns. total_of(row, number): a pointer.
     """
     lowered = [
         builder.fmul(builder.sitofp(x_sum, FLOAT), builder.fneg(by)) for x_sum, by in zip(x_sums, x_scales, strict=True)
@@ -356,13 +364,21 @@ def _emit_scaled(builder, places, has_minima, x_scales, x_sums, counts, columns,
         scale, minimum = (load(builder, builder.add(place, column), FLOATS) for place in places)
         for row, of_row in enumerate(counts):
             scaled = builder.fmul(builder.sitofp(builder.load(of_row[number]), FLOATS), scale)
-            place = offset(builder, builder.add(sums, column), row * SUM_ROW_BYTES)
-            found = multiply_add.emit(
-                builder, scaled, broadcast(builder, x_scales[row], FLOATS), load(builder, place, FLOATS)
-            )
+            by, total = broadcast(builder, x_scales[row], FLOATS), total_of(row, number)
+            found = multiply_add.emit(builder, scaled, by, builder.load(total, align=4))
             if has_minima:
                 found = multiply_add.emit(builder, minimum, broadcast(builder, lowered[row], FLOATS), found)
-            store(builder, place, found)
+            builder.store(found, total, align=4)
+
+
+def _in_memory(builder, sums, columns):
+    """Pointers to float sums, for _emit_scaled. sums: address of the rows'."""
+
+    def total_of(row, number):
+        place = offset(builder, builder.add(sums, columns[number]), row * SUM_ROW_BYTES)
+        return builder.inttoptr(place, FLOATS.as_pointer())
+
+    return total_of
 
 
 @of_format
@@ -420,7 +436,7 @@ def _emit_tile(
                 x_sums,
                 counts,
                 columns,
-                sums,
+                _in_memory(builder, sums, columns),
             )
 
 

@@ -190,7 +190,7 @@ def emit_products(
     """
     columns = range(len(sums[0]))
     if HAS_AVX512:
-        with _in_registers(builder, sums) as totals, cgutils.for_range(builder, num_pairs) as loop:
+        with in_registers(builder, sums) as totals, cgutils.for_range(builder, num_pairs) as loop:
             place = builder.mul(loop.index, constant(4))
             x_pairs = [broadcast(builder, load(builder, builder.add(row, place), INT32), PAIRS) for row in rows]
             _emit_pair(builder, x_pairs, columns_of(loop.index, columns), totals)
@@ -209,7 +209,7 @@ def emit_products(
             _emit_widened(builder, builder.add(row, builder.mul(first, constant(4))), size, target)
         for some_columns in (columns[start : start + some] for start in columns[::some]):
             of_columns = [[of_row[column] for column in some_columns] for of_row in sums]
-            with _in_registers(builder, of_columns) as totals, cgutils.for_range(builder, size) as loop:
+            with in_registers(builder, of_columns) as totals, cgutils.for_range(builder, size) as loop:
                 found = columns_of(builder.add(first, loop.index), some_columns)
                 place = builder.mul(loop.index, constant(8))
                 for half, widen in enumerate((_first_halves, _second_halves)):
@@ -219,7 +219,7 @@ def emit_products(
 
 
 @contextmanager
-def _in_registers(builder, places):
+def in_registers(builder, places):
     """Memory that LLVM keeps in registers, with what is at these addresses, to which it is written at the end."""
     registers = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
     cells = [cell for both in zip(registers, places, strict=True) for cell in zip(*both, strict=True)]

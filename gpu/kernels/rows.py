@@ -59,20 +59,23 @@ def clear(
     tl.store(cache + place + columns, tl.zeros([BLOCK], cache.dtype.element_ty), mask=columns < width)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "ends"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "ends", "tables", "row_tables"])
 def lay_out_tables(
     slots,  # int32 [rows], < 0: padding
     ends,  # int32 [rows]: one past the last new token's position; 0: padding
-    tables,  # [slots, width]: blocks, from a row's first
+    tables,  # [slots, table_stride]: blocks, from a row's first; of these, width
     row_tables,  # int32 [rows, width], written: scratch_block beyond a row's end
     width,
+    table_stride,
     scratch_block,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Block tables of a step's rows. Program: a row, and BLOCK columns of its table."""
     row = tl.program_id(0).to(tl.int64)
-    table = tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * width  # padding reads some row, and drops it
+    table = (
+        tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * table_stride
+    )  # padding reads some row, and drops it
     num_used = tl.cdiv(tl.load(ends + row), BLOCK_TOKENS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
@@ -80,18 +83,21 @@ def lay_out_tables(
     tl.store(row_tables + row * width + columns, tl.where(columns < num_used, blocks, scratch_block), mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["step"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["step", "window_slots"])
 def lay_out_tokens(
     step,  # int32 [3, num_tokens]: of each token its slot (< 0: padding), its position, and its id, or < 0: what the
     # slot sampled last
-    tables,  # [slots, width]: blocks
+    tables,  # [slots, width]: blocks; with window blocks [slots, 2 * width]
     last_tokens,  # int64 [slots]
     token_ids,  # int64 [num_tokens], written, as are all below
     positions,  # float32 [num_tokens]
     kv_slots,  # int64 [num_tokens]: where a token's keys and values go
+    window_slots,  # int64 [num_tokens]: the same in window blocks; not written where there are none
     num_tokens,
     width,
     padding_block,
+    padding_window,
+    HAS_WINDOWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -103,11 +109,17 @@ def lay_out_tokens(
     position = tl.load(step + num_tokens + tokens, mask=is_real, other=0).to(tl.int64)
     token = tl.load(step + 2 * num_tokens + tokens, mask=is_real, other=0).to(tl.int64)
     last = tl.load(last_tokens + slot, mask=is_real & (token < 0), other=0)
-    block = tl.load(tables + slot * width + position // BLOCK_TOKENS, mask=is_real, other=0).to(tl.int64)
+    table_stride = 2 * width if HAS_WINDOWS else width
+    entries = tables + slot * table_stride + position // BLOCK_TOKENS
+    block = tl.load(entries, mask=is_real, other=0).to(tl.int64)
     tl.store(token_ids + tokens, tl.where(token < 0, last, token), mask=is_inside)
     tl.store(positions + tokens, position.to(tl.float32), mask=is_inside)
     place = tl.where(is_real, block, padding_block) * BLOCK_TOKENS + position % BLOCK_TOKENS
     tl.store(kv_slots + tokens, place, mask=is_inside)
+    if HAS_WINDOWS:
+        block = tl.load(entries + width, mask=is_real, other=0).to(tl.int64)
+        place = tl.where(is_real, block, padding_window) * BLOCK_TOKENS + position % BLOCK_TOKENS
+        tl.store(window_slots + tokens, place, mask=is_inside)
 
 
 TOKENS = 128  # of a program of lay_out_tokens
@@ -140,48 +152,53 @@ class DeviceRows(RowOperators):
 
     def __init__(self, tables: DeviceTables, num_rows: int, num_tokens: int) -> None:
         super().__init__(tables, num_rows, num_tokens)
-        blocks = tables.blocks
-        self._tokens = StepTokens(
-            token_ids=blocks.new_zeros(num_tokens, dtype=torch.int64),
-            positions=blocks.new_zeros(num_tokens, dtype=torch.float32),
-            kv_slots=blocks.new_zeros(num_tokens, dtype=torch.int64),
-        )
-        self._row_tables = blocks.new_zeros((num_rows, blocks.shape[1]), dtype=torch.int32)
+        blocks, num_kinds = tables.blocks, len(tables.kinds)
+        self._token_ids = blocks.new_zeros(num_tokens, dtype=torch.int64)
+        self._positions = blocks.new_zeros(num_tokens, dtype=torch.float32)
+        self._kv_slots = blocks.new_zeros((num_kinds, num_tokens), dtype=torch.int64)
+        self._row_tables = blocks.new_zeros((num_kinds, num_rows, tables.width), dtype=torch.int32)
 
     def tokens_of(self, inputs: StepInputs) -> StepTokens:
-        tables, step, tokens = self._tables, inputs.tokens, self._tokens
+        tables, step, kv_slots = self._tables, inputs.tokens, self._kv_slots
         num_tokens = step.shape[1]
         assert step.is_contiguous()
         lay_out_tokens[(-(-num_tokens // TOKENS),)](
             step,
             tables.blocks,
             tables.last_tokens,
-            tokens.token_ids,
-            tokens.positions,
-            tokens.kv_slots,
+            self._token_ids,
+            self._positions,
+            kv_slots[0],
+            kv_slots[-1],
             num_tokens,
-            tables.blocks.shape[1],
-            tables.padding,
+            tables.width,
+            tables.kinds[0] + 1,
+            tables.kinds[-1] + 1,
+            HAS_WINDOWS=len(kv_slots) > 1,
             BLOCK_TOKENS=BLOCK_SIZE,
             BLOCK=TOKENS,
             num_warps=COLUMN_WARPS,
         )
-        return StepTokens(tokens.token_ids[:num_tokens], tokens.positions[:num_tokens], tokens.kv_slots[:num_tokens])
+        columns = (self._token_ids, self._positions, *kv_slots)
+        return StepTokens(*(column[:num_tokens] for column in columns))
 
-    def tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
-        tables, num_rows, width = self._tables, len(inputs.slots), self._row_tables.shape[1]
-        lay_out_tables[_grid(num_rows, width)](
-            inputs.slots,
-            inputs.ends,
-            tables.blocks,
-            self._row_tables,
-            width,
-            tables.scratch,
-            BLOCK_TOKENS=BLOCK_SIZE,
-            BLOCK=_columns(width),
-            num_warps=COLUMN_WARPS,
-        )
-        return self._row_tables[:num_rows, :num_blocks]
+    def tables_of(self, inputs: StepInputs, num_blocks: int) -> list[Tensor]:
+        tables, num_rows, width = self._tables, len(inputs.slots), self._tables.width
+        kinds = zip(tables.of_kinds, self._row_tables, tables.kinds, strict=True)
+        for blocks, row_tables, scratch in kinds:
+            lay_out_tables[_grid(num_rows, width)](
+                inputs.slots,
+                inputs.ends,
+                blocks,
+                row_tables,
+                width,
+                blocks.stride(0),
+                scratch,
+                BLOCK_TOKENS=BLOCK_SIZE,
+                BLOCK=_columns(width),
+                num_warps=COLUMN_WARPS,
+            )
+        return [row_tables[:num_rows, :num_blocks] for row_tables in self._row_tables]
 
     def change_tables(self, places: Tensor, blocks: Tensor) -> None:
         scatter_rows(self._tables.blocks.view(-1), places, blocks)

@@ -41,7 +41,7 @@ class Builder:
         self.tables = BlockTables(8, max_model_len, scratch)
         self._sights, self._are_own_alone = tuple(map(Sight, windows)), are_own_alone
         last_tokens = torch.arange(8) + 1000  # slot 3's is 1003
-        tables = DeviceTables(torch.from_numpy(self.tables.blocks), last_tokens, scratch, scratch + 1)
+        tables = DeviceTables(torch.from_numpy(self.tables.blocks), last_tokens, scratch)
         self._rows = RowOperators(tables, 0, 0)
 
     def build(self, plan: StepPlan) -> Built:
@@ -49,7 +49,7 @@ class Builder:
         layout = lay_out(plan, self.tables.num_prompt_tokens, self._are_own_alone)
         num_asked = 0 if layout.asked is None else len(layout.asked)
         inputs = inputs_in(torch.from_numpy(pack(layout, layout.shape, num_asked)), layout.shape, num_asked)
-        columns = (self._rows.tables_of(inputs, self.tables.width), inputs.ends, inputs.offsets)
+        columns = (*self._rows.tables_of(inputs, self.tables.width), inputs.ends, inputs.offsets)
         rows = RaggedRows(*columns, layout.num_own, window=None, host=self.tables.rows_of(layout))
         attending = rows_by_sight(rows, self._sights, self.tables.width * 16)
         return Built(layout, inputs, self._rows.tokens_of(inputs), attending)

@@ -11,7 +11,15 @@ from core.config import EngineConfig, LatentConfig, ModelConfig
 from core.config_json import parse_model_config
 from core.errors import StartupError
 from gpu.device import DeviceChoice
-from gpu.kv_cache import INT8, KVCache, bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for
+from gpu.kv_cache import (
+    INT8,
+    KVCache,
+    bytes_per_block,
+    bytes_per_token,
+    copy_blocks,
+    kv_dtype_of,
+    num_blocks_for,
+)
 
 CONFIG: ModelConfig = parse_model_config(
     {
@@ -51,7 +59,7 @@ def test_a_new_cache_is_zero_and_has_a_scratch_block() -> None:
 
 
 def test_copied_blocks_are_equal_in_all_layers(cache: KVCache) -> None:
-    cache.copy_blocks(torch.tensor([0, 3]), torch.tensor([4, 1]))
+    copy_blocks(cache.tensors[0], torch.tensor([0, 3]), torch.tensor([4, 1]))
     assert contents(cache) == [1, 4, 3, 4, 1, 0]
 
 
@@ -87,7 +95,7 @@ def test_8_bits_are_near_the_numbers_and_half_their_bytes() -> None:
     for got, want in zip(found, (keys, values), strict=True):
         error = (got[0].transpose(0, 1)[7:47] - want).abs()
         assert (error <= want.abs().amax(-1, keepdim=True) / 253).all()
-    cache.copy_blocks(torch.tensor([0]), torch.tensor([4]))
+    copy_blocks(cache.tensors[0], torch.tensor([0]), torch.tensor([4]))
     copied = cache.layers[1].read(torch.tensor([[4]]), torch.float32)
     assert all(torch.equal(one[:, :, :16], other) for one, other in zip(found, copied, strict=True))
     cache.layers[1].write(torch.tensor([3]), torch.full((1, 2, 2), math.nan), torch.full((1, 2, 2), math.inf))

@@ -282,10 +282,14 @@ def row_cases() -> list[Case]:
     for width in (1, 12, 512):  # a table's entries, and what slots ask of sampling; 1 is a constant
         constants: dict[str, Any] = {"BLOCK": next_power_of_two(width)} | ({"width": 1} if width == 1 else {})
         cases.append(Case(f"{module}:scatter", numbers, constants))
-    ints, longs = ("step", "slots", "ends", "tables", "row_tables"), ("last_tokens", "token_ids", "kv_slots")
+    ints = ("step", "slots", "ends", "tables", "row_tables")
+    longs = ("last_tokens", "token_ids", "kv_slots", "window_slots")
     types = dict.fromkeys(ints, "*i32") | dict.fromkeys(longs, "*i64") | {"positions": "*fp32"}
-    types |= dict.fromkeys(("num_tokens", "width", "scratch_block", "padding_block"), "i32")
+    counts = ("num_tokens", "width", "table_stride", "scratch_block", "padding_block", "padding_window")
+    types |= dict.fromkeys(counts, "i32")
     for constants in ({}, {"scratch_block": 1}):  # of a cache of one block, on which graphs are tried
         cases.append(Case(f"{module}:lay_out_tables", types, constants | {"BLOCK_TOKENS": 16, "BLOCK": 1024}))
-    cases.append(Case(f"{module}:lay_out_tokens", types, {"BLOCK_TOKENS": 16, "BLOCK": TOKENS}))
+    for has_windows in (False, True):
+        tokens = {"HAS_WINDOWS": has_windows, "BLOCK_TOKENS": 16, "BLOCK": TOKENS}
+        cases.append(Case(f"{module}:lay_out_tokens", types, tokens))
     return cases

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from core.config import BLOCK_SIZE, EngineConfig
 from core.config_json import parse_model_config
+from core.kv_cache import least_window_blocks
 from core.plan import PENDING, StepOutput, StepPlan
+from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.kernels.rows import DeviceRows
 from gpu.loading import load_runner
@@ -23,13 +26,14 @@ from gpu.runner import ModelRunner
 from gpu.step_graphs import CaptureError, CountedGraphs, Graph, count_graphs
 from gpu.step_shapes import StepShape, step_shapes
 from gpu.steps import Steps
+from tests.fakes import FakeClock
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
 from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.interpreted import find_interpreted
 from tests.gpu.test_overlap import draw_sampling, run
-from tests.oracle import Oracle, read_config
-from tests.workload import Names, Workload
+from tests.oracle import Oracle, read_config, save_random_model
+from tests.workload import Names, Workload, WorkloadRun
 
 PROMPTS = ([5, 17, 101, 9], [250], [(37 * place) % 290 + 3 for place in range(20)])
 pytestmark = [
@@ -173,6 +177,31 @@ def test_they_draw_the_same_where_sequences_are_preempted(one_layer: Path, monke
     assert compare(one_layer, 3, num_requests=6, most_tokens=12, monkeypatch=monkeypatch) > 0
 
 
+def test_window_blocks_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By graphs, two steps in flight, in too few blocks: as one table gives them by Python."""
+    directory, rng = save_random_model("gemma2", tmp_path, num_hidden_layers=2), random.Random(8)
+    sizes: dict[str, Any] = {"max_sequences": 4, "max_model_len": 160, "max_batch_tokens": 32}
+    engine, stem = dataclasses.replace(ENGINE, graphs="off", **sizes), rng.choices(range(3, 300), k=50)
+    drawn = draw_workload(rng, num_requests=3, most_tokens=16)
+    requests = [(at, structs.replace(one, prompt_ids=(*stem, *one.prompt_ids))) for at, one in drawn.requests]
+    workload = dataclasses.replace(drawn, requests=requests)
+    found = []
+    for settings in ({"has_window_blocks": False}, {"graphs": "lazy"}):
+        runner = open_with(directory, dataclasses.replace(engine, **settings))
+        limits, replayed = runner.limits, replays(monkeypatch, runner)
+        window_blocks = limits.num_window_blocks
+        if window_blocks is not None:
+            assert limits.window == 25
+            limits = dataclasses.replace(limits, num_window_blocks=least_window_blocks(25, 32, BLOCK_SIZE) + 1)
+        limits = dataclasses.replace(limits, num_blocks=11, max_in_flight=1 if window_blocks is None else 2)
+        scheduler = Scheduler(limits, (2,), seeds=lambda: 0)
+        found.append(WorkloadRun(workload, scheduler, runner, FakeClock()).run())
+        assert (len(replayed) > 12) == (window_blocks is not None)
+    assert found[0] == found[1]
+    assert scheduler.stats().num_preemptions > 0
+    assert scheduler.stats().num_cache_hits > 0
+
+
 def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, beside decodes, two prompts at once, and what a preempted one has drawn itself: the oracle's tokens."""
     runner, rng = open_runner(one_layer, "lazy"), random.Random(5)
@@ -236,7 +265,7 @@ def test_padding_writes_to_a_block_of_its_own(one_layer: Path) -> None:
     ends = [sequence.num_computed - 1 for sequence in sequences]
     own = [[one.blocks[end // BLOCK_SIZE], end % BLOCK_SIZE] for one, end in zip(sequences, ends, strict=True)]
     assert sorted(places) == sorted(own)
-    assert cache.tensors[0][:, :, cache.padding_block].any()
+    assert cache.tensors[0][:, :, cache.scratch_block + 1].any()
 
 
 def test_padding_of_a_chunk_writes_to_that_block_too(one_layer: Path) -> None:
@@ -247,7 +276,7 @@ def test_padding_of_a_chunk_writes_to_that_block_too(one_layer: Path) -> None:
     driver.step({chunked.slot: 3}, decoding, chunked)
     cache = runner._cache
     with torch.inference_mode():
-        cache.tensors[0][:, :, cache.padding_block] = torch.nan
+        cache.tensors[0][:, :, cache.scratch_block + 1] = torch.nan
         own = torch.tensor([*decoding.blocks, *chunked.blocks])
         foreign = torch.tensor(sorted(set(range(cache.num_blocks + 1)) - set(own.tolist())))
         cache.tensors[0][:, :, foreign] = torch.nan
@@ -257,7 +286,7 @@ def test_padding_of_a_chunk_writes_to_that_block_too(one_layer: Path) -> None:
     assert cache.tensors[0][:, :, foreign].isnan().all()
     is_changed = (cache.tensors[0][:, :, own] != before).any(-1).any(-1).any(0).any(0)  # [blocks, places]
     assert is_changed.nonzero().tolist() == [[0, decoding.num_computed - 1], *([1, place] for place in range(3, 8))]
-    assert cache.tensors[0][:, :, cache.padding_block].isfinite().any()
+    assert cache.tensors[0][:, :, cache.scratch_block + 1].isfinite().any()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")

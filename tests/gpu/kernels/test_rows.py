@@ -47,9 +47,14 @@ def test_blocks_are_cleared_in_all_layers_and_others_kept(
     assert cache[:, :, [0, 2, 3]].isnan().all()
 
 
-def rows_over(blocks: torch.Tensor, make: type[RowOperators] = DeviceRows, num_tokens: int = 300) -> RowOperators:
+def rows_over(
+    blocks: torch.Tensor,
+    make: type[RowOperators] = DeviceRows,
+    num_tokens: int = 300,
+    scratch_window: int | None = None,
+) -> RowOperators:
     last_tokens = torch.arange(7, 7 + len(blocks), device=blocks.device)
-    return make(DeviceTables(blocks, last_tokens, scratch=500, padding=501), 4, num_tokens)
+    return make(DeviceTables(blocks, last_tokens, 500, scratch_window), 4, num_tokens)
 
 
 def inputs_of(device: torch.device, ends: list[int], slots: list[int], tokens: list[list[int]]) -> StepInputs:
@@ -65,7 +70,7 @@ def test_a_rows_table_is_its_slots_up_to_its_end(device: torch.device, width: in
     blocks = torch.arange(4 * width, dtype=torch.int32, device=device).view(4, width)
     rows = rows_over(blocks)
     rows.tables_of(inputs_of(device, [48] * 4, [0] * 4, [[], [], []]), width)
-    found = rows.tables_of(inputs_of(device, [18, 33, 0], [3, 1, -1], [[], [], []]), width)
+    (found,) = rows.tables_of(inputs_of(device, [18, 33, 0], [3, 1, -1], [[], [], []]), width)
     used = [3 * width, 3 * width + 1], [width, width + 1, width + 2], []
     assert found.tolist() == [[*blocks, *[500] * (width - len(blocks))] for blocks in used]
 
@@ -84,20 +89,39 @@ def test_tokens_read_what_stays_on_the_device(device: torch.device, num_padding:
     assert found.kv_slots.tolist() == [*places, *[501 * 16] * num_padding]
 
 
-def test_they_are_torchs(device: torch.device) -> None:
+def test_padding_writes_to_the_padding_block_of_each_kind(device: torch.device) -> None:
+    """And rows end in the scratch block of each."""
+    width = 3
+    blocks = torch.arange(2 * 2 * width, dtype=torch.int32, device=device).view(2, 2 * width)
+    rows = rows_over(blocks, scratch_window=50)
+    inputs = inputs_of(device, [20, 0], [1, -1], [[1, -1], [19, -1], [40, -1]])
+    found = rows.tokens_of(inputs)
+    assert found.kv_slots.tolist() == [(2 * width + 1) * 16 + 3, 501 * 16]
+    assert found.window_slots is not None
+    assert found.window_slots.tolist() == [(3 * width + 1) * 16 + 3, 51 * 16]
+    assert [table.tolist() for table in rows.tables_of(inputs, width)] == [
+        [[first, first + 1, scratch], [scratch] * 3] for first, scratch in ((6, 500), (9, 50))
+    ]
+
+
+@pytest.mark.parametrize("scratch_window", [None, 50])
+def test_they_are_torchs(device: torch.device, scratch_window: int | None) -> None:
     """Tables of a random step without padding, as a CPU computes them; and changes, and blocks that are cleared."""
     generator = torch.Generator().manual_seed(1)
-    blocks = torch.randint(0, 99, (5, 9), generator=generator).to(device, torch.int32)
+    width = 9 if scratch_window is None else 18
+    blocks = torch.randint(0, 99, (5, width), generator=generator).to(device, torch.int32)
     tokens = torch.stack([torch.randint(0, most, (70,), generator=generator) for most in (5, 9 * 16, 300)])
     tokens[2, ::3] = -1
     inputs = inputs_of(device, [144, 130, 129], [4, 0, 2], tokens.tolist())
     found = []
     for make in (DeviceRows, RowOperators):
         kept, cache = blocks.clone(), torch.ones(2, 2, 6, 16, 1, 3, device=device)
-        rows = rows_over(kept, make)
+        rows = rows_over(kept, make, scratch_window=scratch_window)
         rows.change_tables(*torch.tensor([[7, 44], [501, 502]], dtype=torch.int32, device=device))
         rows.clear_blocks(cache, torch.tensor([5, 0], dtype=torch.int32, device=device))
         read = rows.tokens_of(inputs)
-        parts = (kept, cache, read.token_ids, read.positions, read.kv_slots, rows.tables_of(inputs, 9))
+        slots = [one for one in (read.kv_slots, read.window_slots) if one is not None]
+        parts = (kept, cache, read.token_ids, read.positions, *slots, *rows.tables_of(inputs, 9))
         found.append([part.tolist() for part in parts])
+        assert len(parts) == (6 if scratch_window is None else 8)
     assert found[0] == found[1]
