@@ -44,7 +44,6 @@ from gpu.cpu_kernels.block_formats import (
     UNITS,
     decode_numbers,
     decode_scales,
-    in_registers,
     indexed,
     of_format,
     units,
@@ -64,6 +63,7 @@ from gpu.cpu_kernels.vectors import (
     constant,
     emit_by_count,
     first_lane,
+    in_registers,
     keep,
     larger,
     load,
@@ -271,9 +271,11 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
     shorts, counts = (
         [_room(builder, num_rows, kind) for _ in range(num_groups * num_parts)] for kind in (SHORTS, PAIRS)
     )
-    of_rows = [offset(builder, sums, row * SUM_ROW_BYTES) for row in row_numbers]
-    places = [[offset(builder, row, column * REGISTER_BYTES) for column in range(COLUMNS)] for row in of_rows]
-    floats = in_registers(builder, places) if HAS_AVX512 else nullcontext()
+    sums_at = [
+        [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(COLUMNS)]
+        for row in row_numbers
+    ]
+    floats = in_registers(builder, sums_at) if HAS_AVX512 else nullcontext()
     with (
         floats as totals,
         units(builder, name, at, constant(1)) as (number, index, word_at),
