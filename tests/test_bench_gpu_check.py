@@ -117,8 +117,11 @@ def test_kernels_are_held_against_their_references(builder: str, known_speed: No
 
 def test_rows_and_requests_are_held_against_themselves_alone(known_speed: None, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install triton")
+    from tests.gpu.kernels.interpreted import dots_in_order
+
     for only, rows in (("matmul plain", 3), ("tiny: company", 1)):
-        code, found = run_here("deterministic", only, tmp_path)
+        with dots_in_order():
+            code, found = run_here("deterministic", only, tmp_path)
         assert code == 0
         assert verdicts(found) == [OK] * rows
 

@@ -137,26 +137,12 @@ def overflows_uncomputed() -> Iterator[None]:
         yield
 
 
-def _dot_in_order(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
-    """The interpreter's tl.dot, of [rows, inputs] by [inputs, outputs]: one input after the other.
-
-    Its own asks numpy, whose BLAS adds in an order that depends on the CPU, on the tile and on a row's place in it.
-    """
-    from triton.runtime.interpreter import TensorHandle
-
-    left, right, sums = a.data.astype(total.data.dtype), b.data.astype(total.data.dtype), total.data.copy()
-    for place in range(left.shape[-1]):
-        sums += left[..., place, None] * right[..., place, None, :]
-    return TensorHandle(sums, total.dtype.scalar)
-
-
 @pytest.fixture(scope="package", autouse=True)
 def sums_in_order() -> Iterator[None]:
     """What a kernel promises of its last bits is the kernel's own: no library's rounding is in it."""
-    from triton.runtime.interpreter import InterpreterBuilder
+    from tests.gpu.kernels.interpreted import dots_in_order
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(InterpreterBuilder, "create_dot", _dot_in_order)
+    with dots_in_order():
         yield
 
 
