@@ -5,7 +5,7 @@ else is read. It never changes, and requests hold it while they run: it can be u
 with the last of them. What would change more than the layers' matrices is refused by name.
 
 A step's rows are grouped by adapter, so a row's product is rounded the same in any company where linear.py's matmuls
-are. On a CPU with AVX-512 one call of cpu_kernels/low_rank.py adds the products of all. Thread: engine;
+are. On a CPU with AVX2 one call of cpu_kernels/low_rank.py adds the products of all. Thread: engine;
 load_adapter() any.
 """
 

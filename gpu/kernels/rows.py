@@ -73,9 +73,8 @@ def lay_out_tables(
 ):
     """Block tables of a step's rows. Program: a row, and BLOCK columns of its table."""
     row = tl.program_id(0).to(tl.int64)
-    table = (
-        tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * table_stride
-    )  # padding reads some row, and drops it
+    # Padding reads some row, and drops it
+    table = tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * table_stride
     num_used = tl.cdiv(tl.load(ends + row), BLOCK_TOKENS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width

@@ -195,9 +195,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     max_tokens: int = UNLIMITED_TOKENS
-    suppressed_ids: tuple[
-        int, ...
-    ] = ()  # not sampled, whatever a request asks, but for a grammar that allows nothing else
+    suppressed_ids: tuple[int, ...] = ()  # BANNED, whatever a request asks
     end_ids: tuple[int, ...] = ()  # of every answer, and of texts that fill a gap
     limits: RequestLimits = RequestLimits()
     tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
