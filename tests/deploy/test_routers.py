@@ -55,7 +55,7 @@ def test_two_replicas_answer_alike_and_hear_of_clients_that_leave(tmp_path: Path
 
     def answers(_: int = 0) -> str | None:
         try:
-            told = httpx.post(url, json=CHAT, timeout=60)
+            told = httpx.post(url, json=CHAT, timeout=300)
         except httpx.TransportError:
             return None
         return told.json()["choices"][0]["message"]["content"] if told.status_code == 200 else None
@@ -64,7 +64,7 @@ def test_two_replicas_answer_alike_and_hear_of_clients_that_leave(tmp_path: Path
         wait_for(lambda: answers() is not None, log.read_text)
         with ThreadPoolExecutor(16) as clients:
             assert len({*clients.map(answers, range(32)), answers()}) == 1
-        with httpx.stream("POST", url, json=CHAT | {"stream": True}, timeout=60) as answer:
+        with httpx.stream("POST", url, json=CHAT | {"stream": True}, timeout=300) as answer:
             lines = [line for line in answer.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
         assert json.loads(lines[0].removeprefix("data: "))["model"] == "steploop-demo"
@@ -77,7 +77,7 @@ def test_two_replicas_answer_alike_and_hear_of_clients_that_leave(tmp_path: Path
 
 
 def num_cached(url: str, prompt: str) -> int:
-    told = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": prompt}, timeout=60).json()
+    told = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": prompt}, timeout=300).json()
     cached: int = told["usage"]["prompt_tokens_details"]["cached_tokens"]
     return cached
 

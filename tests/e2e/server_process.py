@@ -67,7 +67,7 @@ class ServerProcess:
     def wait_exit(self) -> int:
         """The exit code; a process that does not end is killed, and the test fails."""
         try:
-            return self.process.wait(timeout=60)
+            return self.process.wait(timeout=300)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the server has not ended\n{self.log_tail}") from None

@@ -100,7 +100,7 @@ def test_the_command_goes_on_after_an_interruption(
     first = run_batch(file, *flags)
     wait_for(lambda: state.exists() and b"batch_" in state.read_bytes(), lambda: "the batch")
     first.send_signal(signal.SIGINT)
-    told = first.communicate(timeout=60)[1]
+    told = first.communicate(timeout=300)[1]
     assert first.returncode == 130, told
     second = run_batch(file, *flags)
     out, told = second.communicate(timeout=120)

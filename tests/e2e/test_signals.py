@@ -192,7 +192,7 @@ def test_every_line_is_json_where_the_log_is(small_model: Path, tmp_path: Path) 
         other = tmp_path / "other"
         other.mkdir()
         with serving_beside(other, small_model, "--log-format", "json", "--port", str(port)) as second:
-            _, refused = second.communicate(timeout=60)
+            _, refused = second.communicate(timeout=300)
             assert "in use" in json.loads(refused)["message"]
             assert second.returncode == ExitCode.PORT
         server.send_signal(signal.SIGTERM)

@@ -48,7 +48,7 @@ def steploop(*words: str, typed: str = "", **environ: str) -> subprocess.Complet
     """Run it; what is typed comes by a pipe."""
     command, environment = [sys.executable, "-m", "server", *words], {**os.environ, **environ}
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, input=typed, timeout=60, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, input=typed, timeout=300, check=False
     )
 
 
@@ -185,7 +185,7 @@ def test_a_reader_that_leaves_is_no_error(words: list[str], tmp_path: Path) -> N
         command = [sys.executable, "-m", "server", *words]
         process = subprocess.Popen(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE)
         os.close(write_end)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (BROKEN_PIPE, b"")
 
 
@@ -348,7 +348,7 @@ def test_ctrl_c_at_the_prompt_leaves_the_server_in_process_alone(model_path: Pat
     assert any("/help lists the commands" in line for line in lines)
     process.send_signal(signal.SIGINT)
     assert any("/bye leaves" in line for line in lines)
-    process.communicate("/bye\n", timeout=60)
+    process.communicate("/bye\n", timeout=300)
     assert process.returncode == 0
 
 

@@ -28,7 +28,7 @@ run_process()
 
 
 def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", "serve --help", "chat --help", "doctor -h"])

@@ -258,7 +258,7 @@ def take(sockets: Sequence[socket.socket], **environ: str) -> subprocess.Complet
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -325,6 +325,6 @@ def test_limit_is_raised_as_far_as_is_needed_and_allowed(
     soft: int, hard: int, number: int, limit: str, warns: bool
 ) -> None:
     command = [sys.executable, "-c", LIMIT, str(soft), str(hard), str(number)]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert run.stdout.strip() == limit, run.stderr
     assert ("may open 1024 files, too few for 1024 connections" in run.stderr) == warns
