@@ -1,8 +1,9 @@
 """The paged KV cache: keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
 
-In 8 bits (--kv-dtype int8) each token's key and value of a head are integers with a scale of their own, so that they do
-not depend on what else is computed. A block of a head lies as attention reads it: [head_dim / 2, 16 tokens, 2] bytes of
-keys, [8, head_dim, 2] of values, by pairs of tokens, then 16 scales in float32.
+Where CPU kernels attend, and in 8 bits, a block of a head lies as they read it: [head_dim / 2, 16 tokens, 2] numbers of
+keys, [8, head_dim, 2] of values by pairs of tokens. So a token is laid out once, not in each step that reads it. In 8
+bits (--kv-dtype int8) each token's key and value of a head are integers with a scale of their own, so that they do not
+depend on what else is computed; 16 scales in float32 follow.
 
 The scheduler decides which sequence has which block (core/kv_cache.py). Layers with windows may have window blocks, of
 which there are fewer; then a block has the other layers only. Window block b is ~b where both kinds are meant.
@@ -13,7 +14,7 @@ padded with rows, another extra block takes what padding writes, and is never re
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -39,9 +40,11 @@ class LayerKV:
     values: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim or latent.rank]
     has_windows: bool = False  # its blocks are window blocks
 
+    is_paired: ClassVar[bool] = False
+
     @property
     def is_int8(self) -> bool:
-        return False
+        return self.keys.dtype == INT8
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store tokens. slots: [tokens]; keys and values: [tokens, kv_heads, head_dim]."""
@@ -55,43 +58,44 @@ class LayerKV:
         return both[0], both[-1][..., : self.values.shape[-1]]
 
 
-class Int8LayerKV(LayerKV):
-    """The same in 8 bits. keys, values: int8 [blocks + 1 or 2, kv_heads, 16 * (head_dim + 4)], see above."""
+class PairedLayerKV(LayerKV):
+    """In pairs, perhaps in 8 bits, see above. keys, values: [blocks + 1 or 2, kv_heads, numbers of a block]."""
 
-    @property
-    def is_int8(self) -> bool:
-        return True
+    is_paired = True
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         blocks, places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         num_tokens, num_heads, head_dim = keys.shape
-        for numbers, into in ((keys.float(), self.keys), (values.float(), self.values)):
-            most = numbers.abs().amax(-1)  # [tokens, kv_heads]
-            integers = (numbers * (MOST / most).nan_to_num_(0, 0, 0).unsqueeze(-1)).round_().to(INT8)
-            scales = into[..., BLOCK_SIZE * head_dim :].view(torch.float32)  # [blocks, kv_heads, 16]
-            scales[blocks, :, places] = most / MOST
+        for numbers, into in ((keys, self.keys), (values, self.values)):
+            if self.is_int8:
+                numbers = numbers.float()
+                most = numbers.abs().amax(-1)  # [tokens, kv_heads]
+                scales = into[..., BLOCK_SIZE * head_dim :].view(torch.float32)  # [blocks, kv_heads, 16]
+                scales[blocks, :, places] = most / MOST
+                numbers = (numbers * (MOST / most).nan_to_num_(0, 0, 0).unsqueeze(-1)).round_().to(INT8)
             stored = into[..., : BLOCK_SIZE * head_dim]
             if into is self.keys:
                 pairs = stored.view(-1, num_heads, head_dim // 2, BLOCK_SIZE, 2)
-                pairs[blocks, :, :, places] = integers.view(num_tokens, num_heads, -1, 2)
+                pairs[blocks, :, :, places] = numbers.reshape(num_tokens, num_heads, -1, 2)
             else:
                 pairs = stored.view(-1, num_heads, BLOCK_SIZE // 2, head_dim, 2)
-                pairs[blocks, :, places // 2, :, places % 2] = integers
+                pairs[blocks, :, places // 2, :, places % 2] = numbers
 
     def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        head_dim = self.both.shape[-1] - SCALE_BYTES
+        head_dim = self.both.shape[-1] - (SCALE_BYTES if self.is_int8 else 0)
 
-        def floats(stored: Tensor, is_key: bool) -> Tensor:
-            found = stored.index_select(0, blocks.flatten())  # [rows * n, kv_heads, bytes]
+        def read_one(stored: Tensor, is_key: bool) -> Tensor:
+            found = stored.index_select(0, blocks.flatten())  # [rows * n, kv_heads, numbers of a block]
             shape = (*found.shape[:2], BLOCK_SIZE, head_dim)
-            integers, scales = found[..., : BLOCK_SIZE * head_dim], found[..., BLOCK_SIZE * head_dim :]
+            numbers, scales = found[..., : BLOCK_SIZE * head_dim], found[..., BLOCK_SIZE * head_dim :]
             sizes = (head_dim // 2, BLOCK_SIZE, 2) if is_key else (BLOCK_SIZE // 2, head_dim, 2)
             order = (0, 1, 3, 2, 4) if is_key else (0, 1, 2, 4, 3)
-            numbers = integers.reshape(*shape[:2], *sizes).permute(order).reshape(shape)
-            numbers = (numbers * scales.contiguous().view(torch.float32).unsqueeze(-1)).to(dtype)
-            return numbers.view(*blocks.shape, *shape[1:]).transpose(1, 2).flatten(2, 3)
+            numbers = numbers.reshape(*shape[:2], *sizes).permute(order).reshape(shape)
+            if self.is_int8:
+                numbers = numbers * scales.contiguous().view(torch.float32).unsqueeze(-1)
+            return numbers.to(dtype).view(*blocks.shape, *shape[1:]).transpose(1, 2).flatten(2, 3)
 
-        return floats(self.keys, True), floats(self.values, False)
+        return read_one(self.keys, True), read_one(self.values, False)
 
 
 class KVCache:
@@ -101,6 +105,7 @@ class KVCache:
         num_blocks: blocks the scheduler may use, 0..num_blocks-1.
         has_padding: batches are padded with rows.
         windows: see MemoryPlan; empty: there are no window blocks.
+        is_paired: attention reads pairs; what is in 8 bits lies so in any case.
 
     Attributes:
         tensors: one for each size of heads: [layers, 2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim].
@@ -117,8 +122,10 @@ class KVCache:
         has_padding: bool = False,
         windows: tuple[int | None, ...] = (),
         num_window_blocks: int = 0,
+        is_paired: bool = False,
     ) -> None:
         self.num_blocks, self.num_window_blocks = num_blocks, num_window_blocks
+        self.is_paired = is_paired or dtype == INT8
         self.scratch_block = num_blocks
         rank, are_behind = None if config.latent is None else config.latent.rank, [one is not None for one in windows]
         sizes = [(*size, bool(are_behind) and are_behind[index]) for index, size in enumerate(config.cached_heads)]
@@ -130,7 +137,7 @@ class KVCache:
         self.tensors = [tensor for size, tensor in kinds.items() if not size[2]]
         self.window_tensors = [tensor for size, tensor in kinds.items() if size[2]]
         found = {size: iter(tensor.unbind(0)) for size, tensor in kinds.items()}
-        self.layers = [_layer_kv(next(found[size]), *size, rank) for size in sizes]
+        self.layers = [_layer_kv(next(found[size]), *size, rank, self.is_paired) for size in sizes]
 
     @property
     def device(self) -> torch.device:
@@ -182,13 +189,20 @@ def copy_blocks(tensor: Tensor, sources: Tensor, targets: Tensor) -> None:
     tensor.index_copy_(2, targets, tensor.index_select(2, sources))
 
 
-def _layer_kv(layer: Tensor, num_kv_heads: int, head_dim: int, has_windows: bool, latent_rank: int | None) -> LayerKV:
+def _layer_kv(
+    layer: Tensor, num_kv_heads: int, head_dim: int, has_windows: bool, latent_rank: int | None, is_paired: bool
+) -> LayerKV:
     """layer: [2 or 1, blocks + 1 or 2, 16, kv_heads, width]."""
-    if layer.dtype == INT8:
-        heads = (layer.shape[1], num_kv_heads, -1)
-        return Int8LayerKV(layer, layer[0].view(heads), layer[1].view(heads), has_windows)
+    if is_paired:
+        return paired(layer, has_windows)
     values = layer[-1].flatten(0, 1)[..., : latent_rank or head_dim]
     return LayerKV(layer, layer[0].flatten(0, 1), values, has_windows)
+
+
+def paired(layer: Tensor, has_windows: bool = False) -> PairedLayerKV:
+    """layer: [2, blocks, 16, kv_heads, head_dim], or in 8 bits with room for scales; not what lies in it."""
+    heads = (layer.shape[1], layer.shape[3], -1)
+    return PairedLayerKV(layer, layer[0].view(heads), layer[1].view(heads), has_windows)
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> list[int]:

@@ -682,7 +682,8 @@ def open_offload(
     offload = KVOffload(memory, memory.measure())
     if engine.kv_offload_dir is not None:
         path = Path(engine.kv_offload_dir)
-        fingerprint = model_fingerprint(checkpoint, config, f"{choice.dtype_name} {engine.kv_dtype}", engine.quantize)
+        formats = f"{choice.dtype_name} {engine.kv_dtype}{' in pairs' if cache.is_paired else ''}"
+        fingerprint = model_fingerprint(checkpoint, config, formats, engine.quantize)
         offload.directory = _open_directory(path, engine.kv_offload_dir_bytes, fingerprint, memory.block_bytes)
         try:
             offload.stored = offload.directory.load(num_slots, memory.write)

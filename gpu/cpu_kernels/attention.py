@@ -1,11 +1,10 @@
 """Attention straight over block tables on a CPU, of decodes and prompts, by AVX2. Thread: engine; kernels: any.
 
 A piece of work is some new tokens of a row with the query heads of some KV heads. The context is taken in chunks of 64
-tokens of one KV head. Scores, and sums of values, are matmuls of few rows with a matrix in blocks of 64 outputs
-(matmul.py): keys and values are copied into that layout next to the core, and the next chunk's are prefetched
-meanwhile. In 8 bits they lie in that layout already (gpu/kv_cache.py) and become bf16, exactly: scores are multiplied
-by the keys' scales, shares by the values'. A matmul row here is one query head of one token. Sums are rescaled when a
-larger score comes (online softmax, arXiv:1805.02867).
+tokens of one KV head. Scores, and sums of values, are matmuls of few rows with 64 outputs over pairs of inputs, as keys
+and values lie in the cache (gpu/kv_cache.py); the next chunk's are prefetched meanwhile. Those in 8 bits become bf16,
+exactly: scores are multiplied by the keys' scales, shares by the values'. A matmul row here is one query head of one
+token. Sums are rescaled when a larger score comes (online softmax, arXiv:1805.02867).
 
 A decode (a row of one new token) takes its context in splits, merged in their order, and several neighbouring KV heads
 at once: each is prefetched while the one before it is computed. Where rows do not divide evenly among the threads,
@@ -25,9 +24,10 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.attention import RaggedRows, Scores
-from gpu.cpu_kernels.matmul import MOST_TILE_ROWS, PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
+from gpu.cpu_kernels.matmul import MOST_TILE_ROWS, SUM_ROW_BYTES, clear_sums
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
+    INT64,
     LANES,
     REGISTER_BYTES,
     clear_outside,
@@ -37,10 +37,9 @@ from gpu.cpu_kernels.vectors import (
     exp2_to_126,
     first_lane,
     hide_outside,
-    interleave_high,
-    interleave_low,
     keep,
     larger,
+    load,
     load_floats,
     load_integer,
     load_integers,
@@ -58,7 +57,6 @@ from gpu.cpu_kernels.vectors import (
     store_rounded,
     take_next,
     total,
-    transpose_pairs,
     zeros,
 )
 from gpu.kv_cache import LayerKV
@@ -66,13 +64,14 @@ from gpu.linear import BLOCK_OUTPUTS
 
 CHUNK_TOKENS = BLOCK_OUTPUTS  # of context
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_SIZE
-CHUNK_PAIRS = CHUNK_TOKENS // 2
+BLOCK_PAIRS = BLOCK_SIZE // 2
+PLACES_BYTES = 8 * CHUNK_BLOCKS
 SHARE_ROW_BYTES = 2 * CHUNK_TOKENS
 TOP_ROW_BYTES = 2 * REGISTER_BYTES
 SPLIT_TOKENS = 512  # of context
 PROMPT_ROWS = 96  # of a piece: their sums lie in a second-level cache
 FEW_ROWS = 2 * MOST_TILE_ROWS  # multiply keys and values in 8 bits without a copy as bf16
-PIECE_BYTES = 2048  # of a token's keys, read together: memory gives neighbouring lines sooner
+PIECE_BYTES = 2048  # of a token's keys in neighbouring heads, taken by one thread: memory gives their blocks sooner
 EVEN = 1.25  # rows whose longest is up to so many times the mean
 ROWS_PER_THREAD = 4  # with so many, one row left over keeps the other threads waiting for little
 MINUS_INFINITY = np.float32(-np.inf)
@@ -88,11 +87,11 @@ def _num_parts(head_dim):
 
 
 @njit(cache=True)
-def _chunk_room(head_dim, num_rows):
-    """Bytes of _attend_chunk's (transposed keys, paired values, scores, shares, scales), whole registers each."""
+def _chunk_room(head_dim, num_rows, is_int8):
+    """Bytes of _attend_chunk's (keys and values as bf16, places, scores, shares, scales), whole registers each."""
     return (
-        head_dim // 2 * PAIR_BYTES,
-        _num_parts(head_dim) * CHUNK_PAIRS * PAIR_BYTES,
+        2 * CHUNK_TOKENS * 2 * head_dim if is_int8 and num_rows > FEW_ROWS else 0,
+        4 * PLACES_BYTES,
         num_rows * SUM_ROW_BYTES,
         num_rows * SHARE_ROW_BYTES,
         2 * SUM_ROW_BYTES,
@@ -110,131 +109,150 @@ def _clear(target, num_bytes):
         store_floats(target + index, zeros())
 
 
-@njit(cache=True)
-def _load_keys(keys, stride, table, num_blocks, head_dim, transposed):
-    """Copy a chunk's keys to [head_dim / 2, 64 tokens, 2]; zeros where there is no block."""
-    if num_blocks < CHUNK_BLOCKS:
-        _clear(transposed, head_dim // 2 * PAIR_BYTES)
-    for block in range(num_blocks):
-        source = keys + load_integer(table + 8 * block) * BLOCK_SIZE * stride
-        for part in range(head_dim // 2 // LANES):
-            target = transposed + part * LANES * PAIR_BYTES + block * REGISTER_BYTES
-            transpose_pairs(source + part * REGISTER_BYTES, stride, target, PAIR_BYTES)
+def _make_products(load_columns, column_bytes):
+    """Kernels that multiply a few rows with a chunk's blocks, and prefetch as much of what is computed next.
 
-
-@njit(cache=True)
-def _load_values(values, stride, table, num_blocks, head_dim, paired):
-    """Copy a chunk's values to [parts of 64 dimensions, pairs of tokens, 64, 2]; zeros where there is no block.
-
-    Beyond head_dim the last part keeps what was there: it only reaches sums that are never read.
+    Args:
+        load_columns: emits a register of pairs of bf16 from column_bytes of a block.
     """
-    if num_blocks < CHUNK_BLOCKS:
-        _clear(paired, _num_parts(head_dim) * CHUNK_PAIRS * PAIR_BYTES)
-    for block in range(num_blocks):
-        source = values + load_integer(table + 8 * block) * BLOCK_SIZE * stride
-        for token in range(0, BLOCK_SIZE, 2):
-            pair = (block * BLOCK_SIZE + token) // 2
-            for part in range(2 * head_dim // REGISTER_BYTES):
-                at = source + token * stride + part * REGISTER_BYTES
-                x, y = load_pairs(at), load_pairs(at + stride)
-                target = paired + (part // 2 * CHUNK_PAIRS + pair) * PAIR_BYTES + part % 2 * 2 * REGISTER_BYTES
-                store_pairs(target, interleave_low(x, y))
-                store_pairs(target + REGISTER_BYTES, interleave_high(x, y))
 
+    @operation(nothing, *[types.int64] * 6)
+    def multiply_keys(builder, num_rows, query, head_dim, places, ahead, scores):
+        """Add to the scores of four blocks' keys, and prefetch four others.
 
-@njit(cache=True)
-def _load_integers(keys, values, stride, table, num_blocks, head_dim, room):
-    """Copy a chunk's keys and values in 8 bits as bf16, for many rows; room: addresses of _chunk_room's parts."""
-    transposed, paired = room[0], room[1]
-    if num_blocks < CHUNK_BLOCKS:
-        _clear(transposed, head_dim // 2 * PAIR_BYTES)
-        _clear(paired, _num_parts(head_dim) * CHUNK_PAIRS * PAIR_BYTES)
-    for block in range(num_blocks):
-        place = load_integer(table + 8 * block) * BLOCK_SIZE * stride
-        source = keys + place
-        for pair in range(head_dim // 2):
-            store_pairs(
-                transposed + pair * PAIR_BYTES + block * REGISTER_BYTES, load_integers(source + pair * 2 * LANES)
+        Args:
+            places: see _set_places.
+            ahead: bytes from a block's place there to that of one to prefetch.
+        """
+        own = [load(builder, offset(builder, places, 8 * block), INT64) for block in range(CHUNK_BLOCKS)]
+        places = builder.add(places, ahead)
+        following = [load(builder, offset(builder, places, 8 * block), INT64) for block in range(CHUNK_BLOCKS)]
+
+        def columns_of(index, columns):
+            place = builder.mul(index, constant(column_bytes))
+            for column in columns:
+                prefetch.emit(builder, builder.add(following[column], place))
+            return [load_columns(builder, builder.add(own[column], place)) for column in columns]
+
+        def emit(rows):
+            stride, num_pairs = builder.mul(head_dim, constant(2)), builder.lshr(head_dim, constant(1))
+            _emit_rows(builder, rows, query, stride, num_pairs, scores, columns_of)
+
+        emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
+
+    @operation(nothing, *[types.int64] * 8)
+    def multiply_values(builder, num_rows, shares, head_dim, places, ahead, num_blocks, part, sums):
+        """Add to the sums of 64 numbers of some blocks' values, and prefetch as much of others.
+
+        Args:
+            shares: of the blocks' tokens.
+            part: which 64 numbers.
+        """
+
+        def columns_of(index, columns):
+            block = builder.add(places, builder.and_(index, constant(-BLOCK_PAIRS)))
+            pair = builder.mul(builder.and_(index, constant(BLOCK_PAIRS - 1)), head_dim)
+            place = builder.add(builder.mul(pair, constant(column_bytes // LANES)), within)
+            own, following = (
+                builder.add(load(builder, one, INT64), place) for one in (block, builder.add(block, ahead))
             )
-        source = values + place
-        for pair in range(BLOCK_SIZE // 2):
-            target = paired + (block * BLOCK_SIZE // 2 + pair) * PAIR_BYTES
-            for part in range(head_dim // LANES):
-                at = target + part // 4 * CHUNK_PAIRS * PAIR_BYTES + part % 4 * REGISTER_BYTES
-                store_pairs(at, load_integers(source + (pair * head_dim + part * LANES) * 2))
+            for column in columns:
+                if column * column_bytes % REGISTER_BYTES == 0:
+                    prefetch.emit(builder, offset(builder, following, column * column_bytes))
+            return [load_columns(builder, offset(builder, own, column * column_bytes)) for column in columns]
+
+        def emit(rows):
+            num_pairs = builder.mul(num_blocks, constant(BLOCK_PAIRS))
+            _emit_rows(builder, rows, shares, constant(SHARE_ROW_BYTES), num_pairs, sums, columns_of)
+
+        within = builder.mul(part, constant(BLOCK_OUTPUTS // LANES * column_bytes))
+        emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
+
+    return multiply_keys, multiply_values
 
 
-def _emit_integers(builder, num_rows, x, x_stride, places, num_pairs, pair_bytes, sums):
-    """Add the products of a few rows and 64 outputs in 8 bits to their sums. places: of the outputs' four registers."""
-
-    def columns_of(index, columns):
-        first = builder.mul(index, pair_bytes)
-        return [load_integers.emit(builder, builder.add(places[column], first)) for column in columns]
-
+def _emit_rows(builder, num_rows, x, x_stride, num_pairs, sums, columns_of):
     rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-    totals = [
-        [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(len(places))]
+    places = [
+        [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(CHUNK_BLOCKS)]
         for row in range(num_rows)
     ]
-    emit_products(builder, num_pairs, rows, totals, columns_of)
+    emit_products(builder, num_pairs, rows, places, columns_of)
 
 
-@operation(nothing, *[types.int64] * 9)
-def _multiply_keys(builder, num_rows, query, head_dim, first, second, third, fourth, num_pairs, scores):
-    """Scores of a few rows and four blocks' keys, at these addresses."""
-
-    def emit(rows):
-        stride = builder.mul(head_dim, constant(2))
-        places = (first, second, third, fourth)
-        _emit_integers(builder, rows, query, stride, places, num_pairs, constant(2 * LANES), scores)
-
-    emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
-
-
-@operation(nothing, *[types.int64] * 5)
-def _multiply_values(builder, num_rows, shares, values, head_dim, sums):
-    """Sums of 64 numbers of a block's values. shares: of the block's tokens."""
-
-    def emit(rows):
-        places = [offset(builder, values, 2 * LANES * column) for column in range(BLOCK_OUTPUTS // LANES)]
-        num_pairs, pair_bytes = constant(BLOCK_SIZE // 2), builder.mul(head_dim, constant(2))
-        _emit_integers(builder, rows, shares, constant(SHARE_ROW_BYTES), places, num_pairs, pair_bytes, sums)
-
-    emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
+_multiply_keys, _multiply_values = _make_products(load_pairs.emit, REGISTER_BYTES)
+_multiply_int8_keys, _multiply_int8_values = _make_products(load_integers.emit, REGISTER_BYTES // 2)
 
 
 @njit(cache=True)
-def _load_scales(keys, values, stride, table, num_blocks, head_dim, scales):
-    """Of keys, then of values; zeros where there is no block."""
-    _clear(scales, 2 * SUM_ROW_BYTES)
+def _set_places(places, source, step, chunk, next_source, following):
+    """Addresses of a head's blocks in a chunk, and of those that are computed next; of none the last again.
+
+    Args:
+        places: int64 [2, 4].
+        source: keys, or values, of the head in the cache's first block; step: from block to block.
+        chunk, following: see _attend_chunk.
+    """
+    table, num_blocks = chunk
+    next_table, num_next = following
+    found = carray(pointer(places), 2 * CHUNK_BLOCKS, np.int64)
+    for block in range(CHUNK_BLOCKS):
+        found[block] = source + load_integer(table + 8 * min(block, num_blocks - 1)) * step
+        found[CHUNK_BLOCKS + block] = found[block]
+        if num_next:
+            at = load_integer(next_table + 8 * min(block, num_next - 1))
+            found[CHUNK_BLOCKS + block] = next_source + at * step
+
+
+@njit(cache=True)
+def _widen(places, num_blocks, num_numbers, target):
+    """Copy some blocks in 8 bits as bf16, one after the other; the places are there then."""
+    found = carray(pointer(places), CHUNK_BLOCKS, np.int64)
     for block in range(num_blocks):
-        place = load_integer(table + 8 * block) * BLOCK_SIZE * stride + BLOCK_SIZE * head_dim
-        store_floats(scales + block * REGISTER_BYTES, load_floats(keys + place))
-        store_floats(scales + SUM_ROW_BYTES + block * REGISTER_BYTES, load_floats(values + place))
+        at, into = found[block], target + block * 2 * num_numbers
+        for index in range(0, num_numbers, 2 * LANES):
+            store_pairs(into + 2 * index, load_integers(at + index))
+        found[block:] = into
 
 
 @njit(cache=True)
-def _score_integers(query, keys, stride, table, num_blocks, head_dim, num_rows, scores):
-    """Scores of a chunk's keys, without a copy. Where there is no block they are another's."""
-    step, last = BLOCK_SIZE * stride, num_blocks - 1
-    k0, k1 = keys + load_integer(table) * step, keys + load_integer(table + 8 * min(1, last)) * step
-    k2, k3 = keys + load_integer(table + 8 * min(2, last)) * step, keys + load_integer(table + 8 * last) * step
-    for first in range(0, num_rows, MOST_TILE_ROWS):
-        some, of_rows = min(MOST_TILE_ROWS, num_rows - first), query + 2 * first * head_dim
-        _multiply_keys(some, of_rows, head_dim, k0, k1, k2, k3, head_dim // 2, scores + first * SUM_ROW_BYTES)
-
-
-@njit(cache=True)
-def _sum_integers(shares, values, stride, table, num_blocks, head_dim, num_rows, sums, part_bytes):
-    """Add a chunk's values times the shares to the sums, without a copy."""
+def _load_scales(places, num_blocks, head_dim, scales):
+    """Of keys, or values; zeros where there is no block."""
+    _clear(scales, SUM_ROW_BYTES)
     for block in range(num_blocks):
-        source = values + load_integer(table + 8 * block) * BLOCK_SIZE * stride
-        for part in range(_num_parts(head_dim)):
-            for first in range(0, num_rows, MOST_TILE_ROWS):
-                into = sums + part * part_bytes + first * SUM_ROW_BYTES
-                of_rows = shares + first * SHARE_ROW_BYTES + block * 2 * BLOCK_SIZE
-                of_part = source + part * 2 * BLOCK_OUTPUTS
-                _multiply_values(min(MOST_TILE_ROWS, num_rows - first), of_rows, of_part, head_dim, into)
+        at = load_integer(places + 8 * block) + BLOCK_SIZE * head_dim
+        store_floats(scales + block * REGISTER_BYTES, load_floats(at))
+
+
+@njit(cache=True)
+def _score(query, places, head_dim, num_rows, is_int8, scores):
+    """Scores of a chunk's keys. Where there is no block they are another's. The first rows prefetch."""
+    clear_sums(scores, num_rows)
+    num_tiles, first = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS, 0
+    for tile in range(num_tiles):
+        end, ahead = (tile + 1) * num_rows // num_tiles, 0 if tile else PLACES_BYTES
+        of_rows, into = query + 2 * first * head_dim, scores + first * SUM_ROW_BYTES
+        if is_int8:
+            _multiply_int8_keys(end - first, of_rows, head_dim, places, ahead, into)
+        else:
+            _multiply_keys(end - first, of_rows, head_dim, places, ahead, into)
+        first = end
+
+
+@njit(cache=True)
+def _add_values(shares, places, num_blocks, head_dim, num_rows, is_int8, sums, part_bytes):
+    """Add a chunk's values times the shares to the sums. The first rows prefetch."""
+    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+    for part in range(_num_parts(head_dim)):
+        first = 0
+        for tile in range(num_tiles):
+            end, ahead = (tile + 1) * num_rows // num_tiles, 0 if tile else PLACES_BYTES
+            of_rows, into = shares + first * SHARE_ROW_BYTES, sums + part * part_bytes + first * SUM_ROW_BYTES
+            if is_int8:
+                _multiply_int8_values(end - first, of_rows, head_dim, places, ahead, num_blocks, part, into)
+            else:
+                _multiply_values(end - first, of_rows, head_dim, places, ahead, num_blocks, part, into)
+            first = end
 
 
 @njit(cache=True)
@@ -306,7 +324,7 @@ def _rescale(sums, num_parts, part_bytes, factor):
 
 
 @njit(cache=True)
-def _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, part_bytes, value_scales):
+def _share(scores, shares, sums, tops, scale, place, shape, window, sizes, value_scales):
     """Turn all rows' scores into shares, and rescale the earlier sums.
 
     First all the largest scores, then all the shares: one row's operations wait for each other, several rows' overlap.
@@ -314,19 +332,21 @@ def _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, p
     Args:
         tops: float32 [rows, 2, 16]: the largest scaled score so far, in every lane; sums of shares, lane by lane.
         place, shape: see _attend_chunk.
-        part_bytes: of all rows' sums of one part.
+        sizes: (parts, bytes of all rows' sums of one part).
         value_scales: see _share_row.
     """
     num_tokens, per_kv, _ = shape
+    num_parts, part_bytes = sizes
+    num_rows = num_tokens * per_kv
     seen = place[1] + 1 - place[0]  # of the chunk, by the first token
-    for row in range(num_tokens * per_kv):
+    for row in range(num_rows):
         of_row = seen + row // per_kv
         if of_row > 0 and of_row - window < CHUNK_TOKENS:
             top = tops + row * TOP_ROW_BYTES
             factor = _raise_top(scores + row * SUM_ROW_BYTES, scale, of_row - window, of_row, top)
             if first_lane(factor) != ONE:
                 _rescale(sums + row * SUM_ROW_BYTES, num_parts, part_bytes, factor)
-    for row in range(num_tokens * per_kv):
+    for row in range(num_rows):
         of_row, target = seen + row // per_kv, shares + row * SHARE_ROW_BYTES
         if of_row <= 0 or of_row - window >= CHUNK_TOKENS:  # it sees nothing here
             _clear(target, SHARE_ROW_BYTES)
@@ -377,71 +397,43 @@ def _write(sums, tops, num_tokens, per_kv, head_dim, out, out_stride):
 
 
 @njit(cache=True)
-def _prefetch(source, stride, blocks, first, end, head_dim, head_bytes):
-    """Prefetch the keys, or values, of the blocks from `first` to `end`. head_bytes: see _attend_span."""
-    for block in range(first, end):
-        at = source + load_integer(blocks + 8 * block) * BLOCK_SIZE * stride
-        if head_bytes != 2 * head_dim:
-            for line in range(0, head_bytes, REGISTER_BYTES):
-                prefetch(at + line)
-            continue
-        for token in range(BLOCK_SIZE):
-            for line in range(0, 2 * head_dim, REGISTER_BYTES):
-                prefetch(at + token * stride + line)
-
-
-@njit(cache=True)
 def _attend_chunk(query, keys, values, strides, chunk, following, place, shape, window, scale, room, sums, tops):
     """Add a chunk's tokens to the sums of some rows of one KV head.
 
-    The next chunk is prefetched a block at a time, between the parts of the work: all at once would stall it.
+    What is computed next is prefetched line by line as this is multiplied: all at once would stall it.
 
     Args:
         query: bf16 [tokens * per_kv, head_dim].
-        keys, values: of this KV head in the cache's first slot; strides: see _attend_span.
-        blocks: address of the chunk's part of the block table: int64 each, then the next chunk's.
-        counts: blocks of this chunk, and of the next.
+        keys, values: of this KV head in the cache's first block; strides: see _attend_span.
+        chunk: (address of the chunk's part of the block table: int64 each; how many blocks).
+        following: (keys, values, chunk) of what is computed next.
         place: positions of the chunk's first token and of the rows' first token.
         shape: (tokens, per_kv, head_dim)
         room: addresses of _chunk_room's parts.
         sums: float32 [parts, rows, 64]; tops: see _share.
     """
     num_tokens, per_kv, head_dim = shape
-    transposed, paired, scores, shares, scales = room
-    stride, head_bytes = strides
-    is_int8 = head_bytes != 2 * head_dim
-    num_rows, num_parts = num_tokens * per_kv, _num_parts(head_dim)
-    part_bytes = num_rows * SUM_ROW_BYTES
-    blocks, num_blocks = chunk
-    next_keys, next_values, next_blocks, num_next = following
-    is_copied = not is_int8 or num_rows > FEW_ROWS
+    widened, of_keys, scores, shares, scales = room
+    step, head_bytes = strides
+    num_numbers, num_rows, num_blocks = BLOCK_SIZE * head_dim, num_tokens * per_kv, chunk[1]
+    is_int8, of_values, value_scales = head_bytes != 2 * num_numbers, of_keys + 2 * PLACES_BYTES, 0
+    _set_places(of_keys, keys, step, chunk, following[0], following[2])
+    _set_places(of_values, values, step, chunk, following[1], following[2])
+    is_narrow = is_int8
     if is_int8:
-        _load_scales(keys, values, stride, blocks, num_blocks, head_dim, scales)
-        if is_copied:
-            _load_integers(keys, values, stride, blocks, num_blocks, head_dim, room)
-    else:
-        _load_keys(keys, stride, blocks, num_blocks, head_dim, transposed)
-    _prefetch(next_keys, stride, next_blocks, 0, min(1, num_next), head_dim, head_bytes)
-    if not is_int8:
-        _load_values(values, stride, blocks, num_blocks, head_dim, paired)
-    _prefetch(next_keys, stride, next_blocks, 1, min(2, num_next), head_dim, head_bytes)
-    clear_sums(scores, num_rows)
-    if is_copied:
-        multiply_part(query, 2 * head_dim, transposed, head_dim // 2, num_rows, scores, 0)
-    else:
-        _score_integers(query, keys, stride, blocks, num_blocks, head_dim, num_rows, scores)
+        value_scales = scales + SUM_ROW_BYTES
+        _load_scales(of_keys, num_blocks, head_dim, scales)
+        _load_scales(of_values, num_blocks, head_dim, value_scales)
+        if num_rows > FEW_ROWS:  # which read them again and again
+            _widen(of_keys, num_blocks, num_numbers, widened)
+            _widen(of_values, num_blocks, num_numbers, widened + CHUNK_BLOCKS * 2 * num_numbers)
+            is_narrow = False
+    _score(query, of_keys, head_dim, num_rows, is_narrow, scores)
     if is_int8:
         _scale_scores(scores, num_rows, scales)
-    _prefetch(next_keys, stride, next_blocks, 2, num_next, head_dim, head_bytes)
-    value_scales = scales + SUM_ROW_BYTES if is_int8 else 0
-    _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, part_bytes, value_scales)
-    _prefetch(next_values, stride, next_blocks, 0, min(2, num_next), head_dim, head_bytes)
-    if not is_copied:
-        _sum_integers(shares, values, stride, blocks, num_blocks, head_dim, num_rows, sums, part_bytes)
-    for part in range(num_parts if is_copied else 0):
-        pairs = paired + part * CHUNK_PAIRS * PAIR_BYTES
-        multiply_part(shares, SHARE_ROW_BYTES, pairs, CHUNK_PAIRS, num_rows, sums + part * part_bytes, 0)
-    _prefetch(next_values, stride, next_blocks, 2, num_next, head_dim, head_bytes)
+    sizes = _num_parts(head_dim), num_rows * SUM_ROW_BYTES
+    _share(scores, shares, sums, tops, scale, place, shape, window, sizes, value_scales)
+    _add_values(shares, of_values, num_blocks, head_dim, num_rows, is_narrow, sums, sizes[1])
 
 
 @njit(cache=True)
@@ -456,8 +448,8 @@ def _attend_span(query, keys, values, strides, table, seen, end_block, shape, po
 
     Args:
         query: bf16 [KV heads, tokens * per_kv, head_dim].
-        keys, values: of the first of these KV heads in the cache's first slot.
-        strides: bytes from slot to slot, in 8 bits a sixteenth of those from block to block; and from head to head.
+        keys, values: of the first of these KV heads in the cache's first block.
+        strides: bytes from block to block, and from head to head.
         table: int64 [blocks]; seen: first and end of the positions.
         end_block: up to which blocks are prefetched.
         shape: (KV heads, tokens, per_kv, head_dim)
@@ -475,9 +467,10 @@ def _attend_span(query, keys, values, strides, table, seen, end_block, shape, po
         num_blocks = min(CHUNK_BLOCKS, num_left)
         for head in range(num_heads):
             at = head * strides[1]
-            following = keys, values, blocks + 8 * CHUNK_BLOCKS, max(0, min(CHUNK_BLOCKS, num_left - CHUNK_BLOCKS))
+            num_next = max(0, min(CHUNK_BLOCKS, num_left - CHUNK_BLOCKS))
+            following = keys, values, (blocks + 8 * CHUNK_BLOCKS, num_next)
             if head + 1 < num_heads:
-                following = keys + at + strides[1], values + at + strides[1], blocks, num_blocks
+                following = keys + at + strides[1], values + at + strides[1], (blocks, num_blocks)
             _attend_chunk(
                 query + head * 2 * num_rows * head_dim,
                 keys + at,
@@ -532,7 +525,7 @@ class Arguments(ctypes.Structure):
             "num_pieces",
             "query",  # bf16 [tokens, heads, head_dim]
             "query_stride",  # bytes from token to token
-            "keys",  # bf16 [blocks * 16, kv_heads, head_dim], or see Int8LayerKV
+            "keys",  # see PairedLayerKV
             "values",
             "head_bytes",  # from head to head
             "tables",  # int64 [rows, table_width]
@@ -560,20 +553,19 @@ def attend_pieces(arguments):
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
     pieces = carray(pointer(args.pieces), args.num_pieces, PIECE)
     num_kv_heads, per_kv, head_dim, window = args.num_kv_heads, args.per_kv, args.head_dim, args.window
-    sizes, width = _chunk_room(head_dim, args.most_rows), 2 * per_kv * head_dim
+    head_bytes, width = args.head_bytes, 2 * per_kv * head_dim
+    sizes = _chunk_room(head_dim, args.most_rows, head_bytes != 2 * BLOCK_SIZE * head_dim)
     query_bytes = args.most_heads * args.most_rows * 2 * head_dim
     found_bytes = args.most_heads * _head_bytes(args.most_rows, head_dim)
     size = query_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + 2 * found_bytes
     memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
     query = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
-    transposed = query + query_bytes
-    paired = transposed + sizes[0]
-    scores = paired + sizes[1]
+    widened = query + query_bytes
+    places = widened + sizes[0]
+    scores = places + sizes[1]
     shares = scores + sizes[2]
     scales = shares + sizes[3]
     of_piece = scales + sizes[4]
-    head_bytes = args.head_bytes
-    slot_bytes = num_kv_heads * head_bytes // (1 if head_bytes == 2 * head_dim else BLOCK_SIZE)
     of_split = of_piece + found_bytes
     index = take_next(arguments)
     while index < args.num_pieces:
@@ -600,7 +592,7 @@ def attend_pieces(arguments):
                 query,
                 args.keys + head * head_bytes,
                 args.values + head * head_bytes,
-                (slot_bytes, head_bytes),
+                (num_kv_heads * head_bytes, head_bytes),
                 args.tables + 8 * piece.row * args.table_width,
                 (max(first, number * piece.split_tokens), span_end),
                 ((span_end if piece.num_units > 1 else end) + BLOCK_SIZE - 1) // BLOCK_SIZE,
@@ -608,7 +600,7 @@ def attend_pieces(arguments):
                 position,
                 window,
                 args.scale,
-                (transposed, paired, scores, shares, scales),
+                (widened, places, scores, shares, scales),
                 found if number == split else of_split,
             )
             if number > split:
@@ -639,6 +631,7 @@ class PagedAttention:
     index_dtype = torch.int64
     are_own_tokens_alone = True
     prompt_tile = 1  # it computes the new tokens alone
+    reads_pairs = True
 
     def __init__(self) -> None:
         self._kernel = Kernel(attend_pieces)

@@ -93,8 +93,9 @@ class RotateArguments(ctypes.Structure):
             "next_piece",  # 0
             "qkv",  # bf16 [tokens, heads + 2 * kv_heads, head_dim]
             "query",  # bf16 [tokens, heads, head_dim]
-            "keys",  # bf16 [slots, kv_heads, head_dim], or see Int8LayerKV
+            "keys",  # bf16 [slots, kv_heads, head_dim], or see PairedLayerKV
             "values",
+            "is_paired",
             "is_int8",
             "slots",  # int64 [tokens]
             "rotation",  # float32 [tokens, head_dim / 2, 2]; 0: no RoPE
@@ -187,7 +188,7 @@ def _norm_and_rotate(x, weight, is_float, eps, rotation, num_heads, head_dim, ou
 
 @njit(cache=True)
 def _store_integers(source, num_heads, head_dim, spare, into, slot, is_key):
-    """A token's heads in 8 bits: see Int8LayerKV. source: bf16 [num_heads, head_dim]; spare: room for a head."""
+    """A token's heads in 8 bits: see PairedLayerKV. source: bf16 [num_heads, head_dim]; spare: room for a head."""
     head_bytes, place = BLOCK_SIZE * (head_dim + SCALE_BYTES), slot % BLOCK_SIZE
     for head in range(num_heads):
         numbers, most, check = source + 2 * head * head_dim, zeros(), zeros()
@@ -200,19 +201,42 @@ def _store_integers(source, num_heads, head_dim, spare, into, slot, is_key):
             store_bytes(spare + index, rounded(load_widened(numbers + 2 * index) * by))
         at = into + (slot // BLOCK_SIZE * num_heads + head) * head_bytes
         if is_key:
-            pairs, stored = (
-                carray(pointer(spare), head_dim // 2, np.int16),
-                carray(pointer(at), head_bytes // 2, np.int16),
-            )
-            for pair in range(head_dim // 2):
-                stored[pair * BLOCK_SIZE + place] = pairs[pair]
+            _scatter(_halves(spare, head_dim // 2), _halves(at + 2 * place, BLOCK_SIZE * head_dim // 2), BLOCK_SIZE)
         else:
-            integers, first = carray(pointer(spare), head_dim, np.int8), place // 2 * head_dim
-            bytes_ = carray(pointer(at), head_bytes, np.int8)
-            for dim in range(head_dim):
-                bytes_[(first + dim) * 2 + place % 2] = integers[dim]
+            start = at + place // 2 * 2 * head_dim + place % 2
+            _scatter(_bytes(spare, head_dim), _bytes(start, 2 * head_dim), 2)
         scales = carray(pointer(at + head_dim * BLOCK_SIZE), BLOCK_SIZE, np.float32)
         scales[place] = largest / MOST + total(check)  # not finite where a number is not
+
+
+@njit(cache=True)
+def _store_pairs(source, num_heads, head_dim, into, slot, is_key):
+    """A token's heads: see PairedLayerKV. source: bf16 [num_heads, head_dim]."""
+    head_bytes, place = 2 * BLOCK_SIZE * head_dim, slot % BLOCK_SIZE
+    for head in range(num_heads):
+        numbers, at = source + 2 * head * head_dim, into + (slot // BLOCK_SIZE * num_heads + head) * head_bytes
+        if is_key:
+            found = carray(pointer(numbers), head_dim // 2, np.int32)
+            _scatter(found, carray(pointer(at + 4 * place), BLOCK_SIZE * head_dim // 2, np.int32), BLOCK_SIZE)
+        else:
+            start = at + place // 2 * 4 * head_dim + place % 2 * 2
+            _scatter(_halves(numbers, head_dim), _halves(start, 2 * head_dim), 2)
+
+
+@njit(cache=True)
+def _halves(at, count):
+    return carray(pointer(at), count, np.int16)
+
+
+@njit(cache=True)
+def _bytes(at, count):
+    return carray(pointer(at), count, np.int8)
+
+
+@njit(cache=True)
+def _scatter(numbers, into, step):
+    for index in range(len(numbers)):
+        into[index * step] = numbers[index]
 
 
 @cfunc(types.void(types.int64), cache=True)
@@ -231,13 +255,16 @@ def rotate_and_store(arguments):
         target = args.query + token * query_width
         _norm_and_rotate(source, args.query_norm, is_float, eps, rotation, args.num_heads, head_dim, target)
         source += query_width
-        target = rotated if args.is_int8 else args.keys + slot * kv_width
+        target = rotated if args.is_paired else args.keys + slot * kv_width
         _norm_and_rotate(source, args.key_norm, is_float, eps, rotation, args.num_kv_heads, head_dim, target)
         values = source + kv_width
         if args.is_int8:
             spare = rotated + kv_width
             _store_integers(rotated, args.num_kv_heads, head_dim, spare, args.keys, slot, True)
             _store_integers(values, args.num_kv_heads, head_dim, spare, args.values, slot, False)
+        elif args.is_paired:
+            _store_pairs(rotated, args.num_kv_heads, head_dim, args.keys, slot, True)
+            _store_pairs(values, args.num_kv_heads, head_dim, args.values, slot, False)
         else:
             _rotate(values, 0, kv_width // 2, args.values + slot * kv_width)
         token = take_next(arguments)
@@ -348,6 +375,7 @@ class KernelOperators(Operators):
             query=query.data_ptr(),
             keys=kv.keys.data_ptr(),
             values=kv.values.data_ptr(),
+            is_paired=kv.is_paired,
             is_int8=kv.is_int8,
             slots=slots.data_ptr(),
             rotation=0 if rotation is None else rotation.data_ptr(),

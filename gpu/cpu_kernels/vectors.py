@@ -457,52 +457,6 @@ def clear_outside(builder, shares, first, end):
     return _replace_outside(builder, shares, first, end, 0.0)
 
 
-@operation(nothing, address, types.int64, address, types.int64)
-def transpose_pairs(builder, source, stride, target, target_stride):
-    """Sixteen rows of 16 pairs to 16 registers, of which the i-th has all rows' i-th pairs; strides are bytes."""
-    rows = []
-    for row in range(LANES):
-        rows.append(load(builder, builder.add(source, builder.mul(stride, constant(row))), PAIRS))
-    width = 1
-    while width < LANES:  # exchange the off-diagonal squares: of 1, 2, 4, 8 pairs
-        rows = _exchanged(builder, rows, width)
-        width *= 2
-    for index, row in enumerate(rows):
-        store(builder, builder.add(target, builder.mul(target_stride, constant(index))), row)
-
-
-def _exchanged(builder: Any, rows: list[Any], width: int) -> list[Any]:
-    found = list(rows)
-    low, high = [], []
-    for lane in range(LANES):
-        is_second = lane // width % 2
-        low.append(lane - width + LANES if is_second else lane)
-        high.append(lane + LANES if is_second else lane + width)
-    for row in range(LANES):
-        if row // width % 2 == 0:
-            upper, lower = rows[row], rows[row + width]
-            found[row], found[row + width] = shuffle(builder, upper, lower, low), shuffle(builder, upper, lower, high)
-    return found
-
-
-def _interleaved(builder: Any, x: Any, y: Any, first: int) -> Any:
-    x, y = (builder.bitcast(argument, HALVES) for argument in (x, y))
-    order = [index for lane in range(first, first + LANES) for index in (lane, lane + 2 * LANES)]
-    return builder.bitcast(shuffle(builder, x, y, order), PAIRS)
-
-
-@operation(pairs, pairs, pairs)
-def interleave_low(builder, x, y):
-    """Of two rows of bf16 [32], the first sixteen numbers of each as pairs (x, y)."""
-    return _interleaved(builder, x, y, 0)
-
-
-@operation(pairs, pairs, pairs)
-def interleave_high(builder, x, y):
-    """Of two rows of bf16 [32], the last sixteen numbers of each as pairs (x, y)."""
-    return _interleaved(builder, x, y, LANES)
-
-
 @operation(floats, floats)
 def first_of_pairs(builder, x):
     """x[0], x[0], x[2], x[2], ..."""

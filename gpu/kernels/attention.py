@@ -574,6 +574,7 @@ class PagedAttention:
     index_dtype = torch.int32
     are_own_tokens_alone = False  # several tokens of a row share its keys
     prompt_tile = TILE_TOKENS
+    reads_pairs = False
 
     def __init__(self, num_programs: int | None = None, tiles: Tiles | None = None) -> None:
         self._num_programs = num_programs

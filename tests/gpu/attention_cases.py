@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from gpu.attention import PLAIN, AttentionKernels, RaggedRows, Scores
-from gpu.kv_cache import SCALE_BYTES, Int8LayerKV, LayerKV
+from gpu.kv_cache import SCALE_BYTES, LayerKV, paired
 
 NOWHERE = 1 << 20  # a block that no row has
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -30,12 +30,18 @@ class Case:
     def attend(self, kernels: AttentionKernels, scores: Scores = PLAIN) -> torch.Tensor:
         return kernels.attend(self.query, self.kv, replace(self.rows, layout=None), scores)
 
+    def in_pairs(self) -> "Case":
+        """The same, over a cache that CPU kernels read."""
+        stored = paired(torch.zeros_like(self.kv.both))
+        for slot in torch.randperm(len(self.kv.keys)).split(7):  # in any order and company
+            stored.write(slot, self.kv.keys[slot], self.kv.values[slot])
+        return replace(self, kv=stored)
+
     def in_8_bits(self) -> tuple["Case", "Case"]:
         """The same over a cache in 8 bits, and over the numbers that this stands for."""
         shape = self.kv.both.shape
         both = torch.zeros((*shape[:-1], shape[-1] + SCALE_BYTES), dtype=torch.int8)
-        heads = (shape[1], shape[3], -1)
-        stored = Int8LayerKV(both, both[0].view(heads), both[1].view(heads))
+        stored = paired(both)
         for slot in torch.randperm(len(self.kv.keys)).split(7):  # in any order and company
             stored.write(slot, self.kv.keys[slot], self.kv.values[slot])
         floats = torch.stack(

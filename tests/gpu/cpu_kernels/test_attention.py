@@ -74,14 +74,14 @@ def test_rows_attend_as_the_textbook_says(
 ) -> None:
     use_threads(num_threads)
     case = make(rows, num_kv_heads, per_kv, head_dim, window)
-    assert_near(case.attend(kernels), case.want())
+    assert_near(case.in_pairs().attend(kernels), case.want())
     stored, exact = case.in_8_bits()
     assert_near(stored.attend(kernels), exact.want())
 
 
 def test_scores_are_multiplied_by_the_scale_given(kernels: PagedAttention) -> None:
     case = make([(50, 1), (50, 20)], 1, 4, 64)
-    assert_near(case.attend(kernels, Scores(0.5)), case.want(Scores(0.5)))
+    assert_near(case.in_pairs().attend(kernels, Scores(0.5)), case.want(Scores(0.5)))
 
 
 @pytest.mark.parametrize("rows", [[(400, 1)], [(400, 400)]], ids=str)
@@ -91,14 +91,14 @@ def test_one_score_far_above_the_others_takes_its_value_whole(kernels: PagedAtte
     case = make(rows, 1, 4, 64)
     slot = case.contexts[0][place // 16] * 16 + place % 16
     case.kv.keys[slot, 0] = case.query[-1, 0] * 50
-    assert torch.equal(case.attend(kernels, Scores(1.0))[-1, :64], case.kv.values[slot, 0])
+    assert torch.equal(case.in_pairs().attend(kernels, Scores(1.0))[-1, :64], case.kv.values[slot, 0])
 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_a_token_is_rounded_the_same_in_any_chunk(kernels: PagedAttention, window: int | None, is_int8: bool) -> None:
     case = make([(500, 500)], 2, 3, 64, window)
-    case = case.in_8_bits()[0] if is_int8 else case
+    case = case.in_8_bits()[0] if is_int8 else case.in_pairs()
     whole = case.attend(kernels)
     for start, end in ((0, 1), (3, 70), (70, 500), (499, 500)):
         assert torch.equal(case.chunk(start, end).attend(kernels), whole[start:end])
@@ -121,7 +121,7 @@ def test_a_row_attends_the_same_alone_and_in_company(
     window: int | None,
 ) -> None:
     """Alone its heads, or the splits of its context, are divided among threads; with others they are not."""
-    case = make(rows, num_kv_heads, per_kv, head_dim, window)
+    case = make(rows, num_kv_heads, per_kv, head_dim, window).in_pairs()
     use_threads(1)
     together = case.attend(kernels)
     use_threads(2)

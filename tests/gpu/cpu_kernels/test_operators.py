@@ -5,7 +5,7 @@ import torch
 
 from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
-from gpu.kv_cache import SCALE_BYTES, Int8LayerKV, LayerKV
+from gpu.kv_cache import SCALE_BYTES, LayerKV, paired
 from gpu.layers import GATED
 from gpu.operators import Operators
 from tests.gpu import operator_cases
@@ -91,12 +91,16 @@ def test_queries_keys_and_values_are_torchs(
     norms = norms_of(norm, num_heads, num_kv_heads, head_dim, qkv)
     rotation = rotation_of(rotary, num_tokens, head_dim, CPU)
     slots = torch.randperm(8 * 16, generator=torch.Generator().manual_seed(1))[:num_tokens]
-    got_kv, want_kv = (kv_of(noise(2, 8, 16, num_kv_heads, head_dim)) for _ in range(2))
+    got_kv, want_kv = (kv_of(torch.zeros(2, 8, 16, num_kv_heads, head_dim).bfloat16()) for _ in range(2))
     got = kernels.rotate_and_store(qkv, norms, rotation, got_kv, slots)
     want = torchs.rotate_and_store(qkv, norms, rotation, want_kv, slots)
     assert torch.allclose(got.float(), want.float(), rtol=ONE_STEP, atol=0.03)  # differences of products
     assert torch.allclose(got_kv.keys.float(), want_kv.keys.float(), rtol=ONE_STEP, atol=0.03)
     assert torch.equal(got_kv.values, want_kv.values)
+    in_pairs, blocks = paired(torch.zeros_like(got_kv.both)), torch.arange(8)[None]
+    assert torch.equal(kernels.rotate_and_store(qkv, norms, rotation, in_pairs, slots), got)
+    for one, other in zip(in_pairs.read(blocks, qkv.dtype), got_kv.read(blocks, qkv.dtype), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (3, 96)])
@@ -104,8 +108,7 @@ def test_keys_and_values_in_8_bits_are_torchs(
     kernels: KernelOperators, torchs: Operators, num_kv_heads: int, head_dim: int
 ) -> None:
     def cache() -> LayerKV:
-        both = torch.zeros(2, 8, 16, num_kv_heads, head_dim + SCALE_BYTES, dtype=torch.int8)
-        return Int8LayerKV(both, *(part.view(8, num_kv_heads, -1) for part in both))
+        return paired(torch.zeros(2, 8, 16, num_kv_heads, head_dim + SCALE_BYTES, dtype=torch.int8))
 
     qkv = noise(40, 4 * num_kv_heads, head_dim)
     qkv[3, -1], qkv[4, -1, 5], qkv[5, 2 * num_kv_heads, 1] = 0, float("nan"), float("inf")
