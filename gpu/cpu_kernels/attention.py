@@ -212,7 +212,8 @@ def _widen(places, num_blocks, num_numbers, target):
         at, into = found[block], target + block * 2 * num_numbers
         for index in range(0, num_numbers, 2 * LANES):
             store_pairs(into + 2 * index, load_integers(at + index))
-        found[block:] = into
+        found[block] = into
+    found[num_blocks:] = found[num_blocks - 1]
 
 
 @njit(cache=True)
