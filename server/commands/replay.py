@@ -20,9 +20,11 @@ from server.observing.recorder import REPLAY_HEADER, RecordedRequest, read_recor
 DIFFERS = 1  # the exit code
 NAMES = {"model_digest": "model", "settings_digest": "settings", "version": "version"}
 DROPPED = ("deadlines", "response_fields")  # of a body: they may cut the answer, or hide what is compared
-# A body's fields for the most tokens, the first of which most surfaces have: of a request that was cut off, so many are
-# computed again
+# A body's fields by all their names, the first of which every surface knows
+SEEDS = ("seed", "sampling_seed", "random_seed")
 MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
+LEAST_TOKENS = ("min_tokens", "min_new_tokens")
+POLICIES = ("context_policy", "truncation")  # how much of a prompt they cut depends on the most tokens
 
 
 class Incomparable(Exception):
@@ -63,7 +65,7 @@ def _replay(client: ChatClient, records: Sequence[RecordedRequest], is_forced: b
                 raise Incomparable("its body is not recorded: --record-bodies")
             if identity in others:
                 raise Incomparable(others[identity])
-            told = _told_of(client, record, record.body)
+            told = _told_of(client, record, _body_of(record, json.loads(record.body)))
             wrong = [
                 f"{name}: {was} recorded, {told.get(key)} now"
                 for (key, name), was in zip(NAMES.items(), identity, strict=True)
@@ -91,19 +93,12 @@ def _replay(client: ChatClient, records: Sequence[RecordedRequest], is_forced: b
     return ExitCode.UNREACHABLE if counts["skipped"] else ExitCode.OK
 
 
-def _told_of(client: ChatClient, record: RecordedRequest, recorded_body: str) -> dict[str, Any]:
+def _told_of(client: ChatClient, record: RecordedRequest, body: dict[str, Any]) -> dict[str, Any]:
     """The `timings` of another run.
 
     Raises:
         Incomparable: the server refuses it, or its answer breaks off.
     """
-    body = json.loads(recorded_body)
-    body = {name: value for name, value in body.items() if name not in DROPPED}
-    if record.seed is not None and "seed" not in (body.get("options") or {}):
-        body["seed"] = record.seed
-    body["timings"] = {"tokens": True}
-    if record.was_cut and not record.path.startswith("/api/"):
-        body[next((name for name in MOST_TOKENS if name in body), MOST_TOKENS[0])] = max(1, *record.num_tokens)
     with ExitStack() as stack:
         response = stack.enter_context(client.exchange("POST", record.path, body))
         answer = response.read().decode(errors="replace")
@@ -118,6 +113,19 @@ def _told_of(client: ChatClient, record: RecordedRequest, recorded_body: str) ->
     if told is None:
         raise Incomparable(f"its answer is incomplete, or lacks token ids: {answer[-200:].strip()}")
     return told
+
+
+def _body_of(record: RecordedRequest, body: dict[str, Any]) -> dict[str, Any]:
+    """What is sent: the recorded body, with its seed. Of a request that was cut off, no more tokens are computed."""
+    if record.path.startswith("/api/"):  # Ollama's options are fields as the others are
+        body |= body.pop("options", None) or {}
+    own: dict[str, Any] = {"seed": record.seed, "timings": {"tokens": True}}
+    dropped = {*DROPPED, *SEEDS}
+    if record.was_cut and not any(body.get(name) for name in POLICIES):
+        own["max_tokens"] = most = max(1, *record.num_tokens)
+        own |= {name: min(least, most) for name in LEAST_TOKENS if (least := body.get(name)) is not None}
+        dropped |= {*MOST_TOKENS}
+    return {name: value for name, value in body.items() if name not in dropped} | own
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -136,8 +144,8 @@ def _difference(record: RecordedRequest, told: dict[str, Any]) -> str | None:
     """
     if told["prompt_digest"] != record.prompt_digest:
         raise Incomparable(
-            "its prompt was tokenized differently: it continued a chat that the server remembered, or its template"
-            " shows the time (--deterministic tokenizes each chat from its text alone)"
+            "its prompt was tokenized differently: it continued a chat that the server remembered, its template shows"
+            " the time, or its tenant's context policy cut it (--deterministic tokenizes each chat from its text alone)"
         )
     assert record.token_ids is not None
     pairs: Iterable[tuple[list[int], list[int]]] = zip_longest(record.token_ids, told["token_ids"], fillvalue=[])

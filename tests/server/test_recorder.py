@@ -59,6 +59,20 @@ CASES: dict[str, bytes] = {
     "late": request("POST", "/v1/chat/completions", LATE),
     LEFT: completion(max_tokens=90, **STREAM),
 }
+# With fields that a replay changes, by their other names and where else they may lie
+ANY_SEED, EARLY, MOST = {"temperature": 1.5, "seed": -1}, {"total_ms": 300}, {"num_predict": 100, "ignore_eos": True}
+OLLAMA = {"model": "small", "prompt": "step"}
+CHANGED: dict[str, bytes] = {
+    "ollama, any seed": request("POST", "/api/generate", OLLAMA | {"options": {**ANY_SEED, "timings": True}}),
+    "ollama, no seed": request("POST", "/api/generate", OLLAMA | {"options": {"temperature": 1.5, "seed": None}}),
+    "any seed, by another name": completion(seed=None, random_seed=-1, temperature=1.5),
+    "ollama, late": request("POST", "/api/generate", OLLAMA | {"options": ANY_SEED | MOST, "deadlines": EARLY}),
+    "late, with least tokens": completion(max_tokens=100, min_tokens=90, deadlines=EARLY),
+    "late, by another name": completion(max_tokens=None, max_new_tokens=100, deadlines=EARLY),
+    "late, with a cut prompt": completion(
+        prompt="step " * 60, max_tokens=99, context_policy="middle", deadlines={"total_ms": 600}
+    ),
+}
 
 
 @contextmanager
@@ -78,7 +92,7 @@ def _with_tools(defaults: Any) -> Any:
 
 
 def send_all(server: SimulatedServer) -> None:
-    for name, data in CASES.items():
+    for name, data in (CASES | CHANGED).items():
         if name == LEFT:
             transport = server.send(data)
             server.run_until(lambda transport=transport: bool(transport.received))
@@ -114,18 +128,17 @@ def test_what_was_recorded_is_computed_again_token_by_token(tmp_path: Path, caps
         send_all(server)
         ends = [chunk for one in server.delivered for chunk in one.chunks if chunk.finish_reason is not None]
     records = list(read_records(tmp_path, SAID.append))
-    assert len(records) == len(CASES)
-    by_case = dict(zip(CASES, records, strict=True))
+    by_case = dict(zip(CASES | CHANGED, records, strict=True))
     assert [record.num_tokens for record in records] == [list(map(len, record.token_ids or ())) for record in records]
     assert all(record.seed is not None and record.body is not None for record in records)
-    cut = {"late": "deadline_exceeded", LEFT: "client_gone"}
+    cut = {name: "deadline_exceeded" for name in by_case if "late" in name} | {LEFT: "client_gone"}
     assert {name: record.ended for name, record in by_case.items() if record.was_cut} == cut
-    assert 0 < by_case[LEFT].num_tokens[0] < 90
+    assert all(0 < by_case[name].num_tokens[0] < 90 for name in cut)
     assert len(by_case["several prompts"].num_tokens) == 4
     sampled = {(one.request_id, one.index): _ids_of(one) for one in ends}
     assert by_case["ended by its id"].token_ids == [sampled[by_case["ended by its id"].request_id, 0]]
     code, lines = rerun(records, capsys)
-    assert (code, lines[-1]) == (0, f"{len(CASES)} same, 0 differs, 0 skipped")
+    assert (code, lines[-1]) == (0, f"{len(records)} same, 0 differs, 0 skipped")
 
 
 def test_a_server_that_records_marks_replays_and_they_are_not_replayed_again(
