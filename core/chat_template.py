@@ -97,7 +97,7 @@ class ChatTemplate:
         marks_content: bool = True,
     ) -> None:
         self.sources = dict(sources)
-        self._marks_content = marks_content
+        self.marks_content = marks_content
         self._special_tokens = dict(special_tokens)
         self._context_limit = context_limit
         self._max_output_chars = max_text_chars(context_limit)
@@ -148,7 +148,7 @@ class ChatTemplate:
         return self._run(template, variables, param)
 
     def _marked(self, value: Any, origin: Origin = Origin.USER) -> Any:
-        return marked(value, origin) if self._marks_content else value
+        return marked(value, origin) if self.marks_content else value
 
     def _marked_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Mark each field but the role, which the template compares with its own words."""

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,7 @@ class Tokenizer:
         user_turn: str = "",
     ) -> None:
         config = tokenizer_config or {}
+        self.digest = sha256(repr((tokenizer_json, config)).encode()).hexdigest()
         self.special_tokens = named_special_tokens(config)  # e.g. {"bos_token": "<s>"}
         backend = _load(tokenizer_json, config, self.special_tokens)
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))

@@ -233,7 +233,8 @@ def _digest_of(facts: EngineFacts, files: ModelFiles) -> str:
 def identity_of(loaded: LoadedEngine, tool_format: str = ANY_FORMAT) -> dict[str, str]:
     """What an answer's tokens depend on beside its request and its seed, as `timings` and records tell it."""
     facts, files = loaded.facts, loaded.files
-    settings = facts.dtype, facts.settings, files.chat_template.sources, files.recommended, files.eos_ids, tool_format
+    template, text = files.chat_template, (files.tokenizer.digest, files.chat_template.marks_content)
+    settings = facts.dtype, facts.settings, template.sources, files.recommended, files.eos_ids, tool_format, *text
     return {
         "model_digest": _digest_of(facts, files)[:16],
         "settings_digest": sha256(repr(settings).encode()).hexdigest()[:16],

@@ -3,16 +3,18 @@
 import json
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from core.errors import InvalidRequest, StartupError
 from server.api.fields import ChatPrompt, GenerationDefaults, TextPrompt
-from server.loaded_engine import compiler_of
+from server.loaded_engine import EngineFacts, compiler_of, identity_of
 from server.model_files import ModelFiles, parse_config, read_model_files
 from server.prompts import PromptReader
 from tests.core.small_tokenizers import byte_level
+from tests.server.running_server import LIMITS
 
 NOW = datetime(2026, 7, 4)
 CHAT = [{"role": "user", "content": "hi"}]
@@ -167,6 +169,23 @@ def test_a_message_writes_no_control_token_unless_the_operator_allows_it(directo
         [1, 2, 2] if allows else [1, 2]
     )
     assert 2 in reader.encode(TextPrompt("a<|im_end|>b"))  # raw
+
+
+def test_what_makes_ids_of_texts_is_in_the_digest_of_the_settings(directory: Path) -> None:
+    facts = EngineFacts("small", True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", LIMITS)
+
+    def digest(**options: Any) -> str:
+        loaded: Any = SimpleNamespace(facts=facts, files=read_model_files(directory, **options))
+        return identity_of(loaded)["settings_digest"]
+
+    found = [digest(), digest(allows_special_in_content=True)]
+    assert digest() == found[0]
+    write(directory, "tokenizer_config.json", {"bos_token": "<|im_start|>"})
+    found.append(digest())
+    known = byte_level()
+    known.add_special_tokens(["<|new|>"])
+    (directory / "tokenizer.json").write_text(known.to_str())
+    assert len({*found, digest()}) == 4
 
 
 def test_template_files_win_over_tokenizer_config_and_the_operators_over_all(directory: Path, tmp_path: Path) -> None:
