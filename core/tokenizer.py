@@ -161,6 +161,8 @@ class Tokenizer:
     ) -> list[int] | None:
         """The ids of a prompt whose answer is the text between two others; None: the model has no marks for that.
 
+        As in a user's message, a control token's name in them is text: they are files.
+
         Args:
             extra: names and texts of other files: they come first, as llama-server's /infill puts them.
 
@@ -171,7 +173,7 @@ class Tokenizer:
             marks = [self.id_of(mark) for mark in form.marks]
             if None in marks:
                 continue
-            prefix_ids, suffix_ids = self.encode(prefix, add_special_tokens=False), self.encode(suffix, False)
+            prefix_ids, suffix_ids = (self.encode_chat(MarkedText(text)) for text in (prefix, suffix))
             first, second = (suffix_ids, prefix_ids) if form.is_suffix_first else (prefix_ids, suffix_ids)
             parts = zip(marks, (first, second, []), strict=False)
             filled = [one for mark, ids in parts for one in (mark, *ids) if one is not None]
@@ -189,9 +191,9 @@ class Tokenizer:
             ids += [repository, *self.encode("myproject\n", False)]
         for name, text in files:
             if mark is None:
-                ids += self.encode(f"\n\n--- snippet ---\n\n{text}", False)
+                ids += self.encode_chat(MarkedText(f"\n\n--- snippet ---\n\n{text}"))
             else:
-                ids += [mark, *self.encode(f"{name}\n", False), *self.encode(text, False)]
+                ids += [mark, *self.encode_chat(MarkedText(f"{name}\n")), *self.encode_chat(MarkedText(text))]
         if files and mark is not None:
             ids += [mark, *self.encode("filename\n", False)]
         return ids

@@ -74,6 +74,22 @@ def test_files_come_under_the_models_marks(server: SimulatedServer) -> None:
     assert marked.decode(found, skip_special_tokens=False).endswith(expected)
 
 
+def test_files_that_spell_marks_have_none(server: SimulatedServer) -> None:
+    spelling = [("<file_sep>", "<|fim_pad|>"), ("b", "<repo_name>")]
+    for more in ((), ("<file_sep>", "<repo_name>")):
+        marked = mark(server.generations, *more)
+        plain, found = (
+            marked.encode_around(*texts, False, files)
+            for texts, files in ((("a", "b"), [("a", "b"), ("b", "c")]), (("<fim_middle>", "<|im_end|>"), spelling))
+        )
+        assert plain is not None
+        assert found is not None
+        control, written = ([one for one in ids if one in marked.special_ids] for ids in (plain, found))
+        assert written == control
+        shown = marked.decode(found, skip_special_tokens=False)
+        assert "<fim_prefix><fim_middle><fim_suffix><|im_end|><fim_middle>" in shown
+
+
 def test_a_completion_says_what_llama_servers_does(server: SimulatedServer) -> None:
     """Each token with its id and its likeliest neighbours, where they are asked for: the same streamed and whole."""
     plain = server.ask(completion(prompt="The engine", max_tokens=5)).json
