@@ -111,6 +111,8 @@ def choice_of(*names: str, **meant: str) -> Callable[[str], str]:
         meant: other words that operators write, with the name to propose.
     """
     words = {name: name for name in names} | meant
+    if "off" in names:  # or the nearest to "no" were "on"
+        words = dict.fromkeys(_YES, "on" if "on" in names else "auto") | dict.fromkeys((*_NO, "none"), "off") | words
 
     def parse(text: str) -> str:
         if text not in names:

@@ -118,6 +118,8 @@ def test_values_out_of_kind_or_range_are_refused_with_flag_and_value(field_name:
             "--no-prefix-cache, STEPLOOP_NO_PREFIX_CACHE=BOOL or no_prefix_cache in the TOML file",
         ),
         ({"dtype": "bfloat"}, {}, "did you mean bfloat16?", "--dtype bfloat16"),
+        ({"speculation": "on"}, {}, "one of auto, off; did you mean auto?", "--speculation auto"),
+        ({"forced_tokens": "none"}, {}, "did you mean off?", "--forced-tokens off"),
         ({"kv_memory_bytes": "2g"}, {}, "2GiB?", "--kv-memory SIZE"),
         ({"port": "x"}, {}, "--port is 'x'", "--port PORT, STEPLOOP_PORT=PORT or port in the TOML file: "),
         ({"config_file": "/none.toml"}, {}, "/none.toml", "--config FILE or STEPLOOP_CONFIG=FILE: "),
