@@ -242,7 +242,7 @@ def identity_of(loaded: LoadedEngine, tool_format: str = ANY_FORMAT) -> dict[str
     }
 
 
-def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]) -> ServerCard:
+def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...], speculates: bool) -> ServerCard:
     """The server's description for routers."""
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
@@ -253,6 +253,7 @@ def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]
         max_sequences=limits.max_sequences,
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
+        speculates=speculates and limits.max_drafts > 0,
         binds=binds,
         num_parameters=loaded.facts.num_parameters,
         size_bytes=loaded.facts.weights_bytes,

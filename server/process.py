@@ -297,7 +297,8 @@ class Server:
         if reader.turns is not None:
             reader.turns.keeps_answers = not config.deterministic
         reader.records = self._recorder is not None
-        self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
+        binds, speculates = tuple(map(str, self._endpoints)), config.speculation == "auto"
+        self._app.card = server_card(reader.cards[0], loaded, binds, speculates)
         own = OwnBackend(reader, client, self._admission(lambda: client.stats))
         self._name_models(own)
         self._serve(own, loaded.facts)

@@ -388,7 +388,7 @@ class PromptReader:
     def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
         ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens, prompt.extra)
         if ids is None:
-            message = "This model's tokenizer has no fill-in-the-middle tokens. Send a prompt without a suffix."
+            message = "This model has no fill-in-the-middle tokens. Name another, or complete a text without a suffix."
             raise InvalidRequest(message, prompt.suffix_param, "unsupported_parameter")
         return tuple(ids)
 
@@ -662,12 +662,12 @@ def _check_beams(call: GenerationCall) -> None:
         InvalidRequest: something holds the answer, which no beam search follows, or drafts it.
     """
     held = None if call.constraint is None else "tools" if call.tools is not None else call.constraint.param
-    budget = call.thought is not None and call.thought.most_tokens is not None
-    clashes = {held: held, "thinking_token_budget": budget, "prediction": call.prediction}
-    clashes["max_tokens"] = call.sampling.max_tokens == 0
-    for param, clashes_with_beams in clashes.items():
-        if clashes_with_beams:
-            raise InvalidRequest(f"{param} cannot be combined with beams. Leave one of them out.", param)
+    if call.thought is not None and call.thought.most_tokens is not None:
+        held = held or "thinking_token_budget"
+    if param := held or ("prediction" if call.prediction else None):
+        raise InvalidRequest(f"{param} cannot be combined with beams. Leave one of them out.", param)
+    if call.sampling.max_tokens == 0:
+        raise InvalidRequest("max_tokens must be at least 1 with beams.", "max_tokens")
 
 
 def _num_unshown(call: GenerationCall, text: str) -> int:

@@ -90,7 +90,8 @@ def parse_infill(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     prompt = TextPrompt(
         wire.input_prefix + (wire.prompt or ""), suffix=wire.input_suffix, extra=extra, suffix_param="input_suffix"
     )
-    return _call(wire, model, defaults, prompt, unknown_fields)
+    call = _call(wire, model, defaults, prompt, unknown_fields)
+    return msgspec.structs.replace(call, prompts_param="input_prefix")
 
 
 def _call(
@@ -261,7 +262,7 @@ def props_reply(card: ServerCard, template: str) -> bytes:
 def slots_reply(card: ServerCard, num_running: int) -> bytes:
     """One for each sequence that may run at once. Whose they are is not told."""
     slots = [
-        {"id": i, "n_ctx": card.model.max_model_len, "speculative": False, "is_processing": i < num_running}
+        {"id": i, "n_ctx": card.model.max_model_len, "speculative": card.speculates, "is_processing": i < num_running}
         for i in range(card.max_sequences)
     ]
     return sse.json_line(slots)

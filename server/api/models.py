@@ -102,6 +102,7 @@ class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int
     max_batch_tokens: int
     num_kv_tokens: int
+    speculates: bool = False
     binds: tuple[str, ...] = ()
     num_parameters: int = 0
     size_bytes: int = 0

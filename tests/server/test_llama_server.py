@@ -57,6 +57,7 @@ def test_an_editor_fills_in_with_other_files_before(server: SimulatedServer) -> 
         ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
         ({"n": 2}, "n"),
         ({"stream": True, "response_fields": ["content"]}, "response_fields"),
+        ({"input_prefix": "a" * 200}, "input_prefix"),
     ):
         assert server.ask(infill(**bad)).json["error"]["param"] == param
 
@@ -118,6 +119,8 @@ def test_a_completion_says_what_llama_servers_does(server: SimulatedServer) -> N
         ({"prompt": [-1]}, "prompt[0]"),
     ):
         assert server.ask(request("POST", "/completion", {"prompt": "a"} | bad)).json["error"]["param"] == param
+    nothing = server.ask(request("POST", "/completion", {"prompt": "a", "n_predict": 0, "beam_width": 2}))
+    assert "at least 1" in nothing.json["error"]["message"]
 
 
 def test_no_token_more_than_the_prompt(server: SimulatedServer) -> None:
@@ -134,7 +137,7 @@ def test_no_token_more_than_the_prompt(server: SimulatedServer) -> None:
 
 def test_props_and_slots_tell_what_clients_look_for(server: SimulatedServer) -> None:
     (model,) = server.generations.reader.cards
-    numbers = {"max_sequences": 8, "max_batch_tokens": 16, "num_kv_tokens": 256}
+    numbers = {"max_sequences": 8, "max_batch_tokens": 16, "num_kv_tokens": 256, "speculates": True}
     server.app.card = ServerCard(model=model, model_type=None, architectures=(), version="1", **numbers)
     props = server.ask(request("GET", "/props"), "GET").json
     assert props["default_generation_settings"]["n_ctx"] == server.limits.max_model_len
@@ -145,5 +148,6 @@ def test_props_and_slots_tell_what_clients_look_for(server: SimulatedServer) -> 
     slots = server.ask(request("GET", "/slots"), "GET").json
     assert len(slots) == props["total_slots"]
     assert [one["id"] for one in slots if one["is_processing"]] == [0]
+    assert all(one["speculative"] for one in slots)
     transport.feed_eof()
     server.loop.settle()
