@@ -484,8 +484,8 @@ def _matrices(tensor: GgufTensor) -> list[GgufTensor]:
 def _shape(name: str, shape: tuple[int, ...], family: GgufFamily) -> tuple[int, ...]:
     """What Hugging Face's tensor has; a file leaves out dimensions of 1, or has more of them."""
     kind = (*name.split("."), "", "", "")[2]
-    is_ernies = kind == "exp_probs_b" and family.model_type == "ernie4_5_moe"
-    if is_ernies or (kind == "ffn_gate_inp_shexp" and len(shape) == 1):
+    is_row = kind == "ffn_gate_inp_shexp" or (kind == "exp_probs_b" and family.model_type == "ernie4_5_moe")
+    if is_row and len(shape) == 1:  # llama-quantize leaves out the dimension that the converter writes
         return 1, *shape
     if (kind == "ssm_conv1d" or name.endswith(".shortconv.conv.weight")) and len(shape) == 2:
         return shape[0], 1, shape[1]

@@ -96,7 +96,7 @@ def write_gguf(
             rows = _permute(rows, heads)
         if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             rows = rows + 1
-        if name.endswith(("shared_expert_gate.weight", "conv.conv.weight", "e_score_correction_bias")):
+        if name.endswith(("shared_expert_gate.weight", "conv.conv.weight")):
             rows = rows.squeeze()
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = name.replace(".expert_bias", ".expert_bias.bias").replace("self_attn.sinks", "self_attn.sinks.weight")
