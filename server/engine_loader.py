@@ -19,7 +19,7 @@ from core.config import BLOCK_SIZE, CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfi
 from core.drafts import DraftModel
 from core.encoders import EncoderConfig, is_encoder
 from core.engine import Engine
-from core.errors import DeviceUnavailable, ExitCode, StartupError
+from core.errors import DeviceUnavailable, ExitCode, NotEnoughMemory, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
@@ -645,7 +645,7 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     files, model = _read_model(config, model_path(config, fetches=False))
     context = config.max_model_len or model.max_position
     if isinstance(model, EncoderConfig):
-        raise StartupError(f"{files.path} is an encoder: it generates no text", "doctor without --quality")
+        raise StartupError(f"{files.path} is an encoder: it generates no text.", "doctor without --quality")
     tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
     if len(tokens) < 2:
         raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
@@ -662,7 +662,12 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
         asked = replace(engine, quantize=scheme if is_quantized else None)
         rows = {None: "bf16", KV_IN_8_BITS: "bf16", ROWS_IN_8_BITS: "int8"}.get(scheme, engine.activations)
         asked = replace(asked, activations=rows, kv_dtype=engine.kv_dtype if scheme == KV_IN_8_BITS else "auto")
-        runner = load_runner(files.path, model, asked, lambda done, total: None)
+        try:
+            runner = load_runner(files.path, model, asked, lambda done, total: None)
+        except NotEnoughMemory as error:
+            what = f"with {scheme}" if plain else "whose numbers as floats all else is compared with"
+            cause, fix = f"The model, {what}: {error.cause}", "measure where more memory is free"
+            raise NotEnoughMemory(cause, fix) from error
         made, memory = predict(runner, tokens), runner.memory
         del runner  # before the next is loaded
         weights = f"weights {format_size(memory.weights_bytes)}"

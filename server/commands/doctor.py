@@ -59,11 +59,14 @@ def version_section(version_of: VersionOf = installed_version) -> Section:
 
 
 def quality_section(find: Callable[[], Iterable[Fact]]) -> Section:
-    """What quantizing costs, or why it cannot be measured."""
+    """What quantizing costs, and why the rest cannot be measured: no error, as `serve` measures nothing."""
+    facts: list[Fact] = []
     try:
-        return Section("Quality", tuple(find()))
+        for fact in find():  # what was measured before an error is told
+            facts.append(fact)
     except StartupError as error:
-        return Section("Quality", (Fact("quality", "not measured", error),))
+        facts.append(Fact("not measured", str(error)))
+    return Section("Quality", tuple(facts))
 
 
 def serving_section(find: Callable[[], tuple[Fact, ...]], binds: Sequence[Bind]) -> Section:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from core.config import QUANTIZE_SCHEMES
-from core.errors import ExitCode
+from core.errors import ExitCode, NotEnoughMemory
 from server import __version__
 from server.cli import BROKEN_PIPE, main
 from server.commands.versions import FLOORS
@@ -393,6 +393,20 @@ def test_doctor_measures_what_quantising_costs(
         text = capsys.readouterr().out
         assert "test text" in text
         assert text.count("same greedy token") == num_schemes
+
+
+def test_doctor_tells_what_measuring_needs_where_it_is_not_free(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_runner(*_: object) -> None:
+        raise NotEnoughMemory("Weights need 4.0 GiB as bfloat16, 2.1 GiB free.", "--quantize int4")
+
+    monkeypatch.setattr("gpu.loading.load_runner", load_runner)
+    words = ["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0", "--quality"]
+    assert main(words) == ExitCode.OK
+    text = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "numbers as floats all else is compared with: Weights need 4.0 GiB as bfloat16, 2.1 GiB free." in text
+    assert "--quantize int4" not in text.partition("Quality")[2]
 
 
 def test_doctor_tells_of_the_machine_though_the_device_asked_for_is_not_there(

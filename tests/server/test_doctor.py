@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,6 @@ def test_each_error_is_told_once_with_its_fix_and_the_first_decides_the_code() -
     sections = (
         version_section(lambda name: None if name == "torch" else "99"),
         serving_section(lambda: raising(memory), [FREE_PORT]),
-        quality_section(lambda: raising(memory)),
     )
     assert exit_code(sections) == ExitCode.VERSION
     assert exit_code(sections[1:]) == ExitCode.MEMORY
@@ -89,6 +89,21 @@ def test_each_error_is_told_once_with_its_fix_and_the_first_decides_the_code() -
     assert f"error: torch is not installed\nfix: {sys.executable} -m pip install torch\n" in text
     assert text.count("fix: --max-model-len 13700\n") == 1
     assert text.splitlines()[-1] == "serve would refuse to start"
+
+
+def test_quality_that_cannot_be_measured_keeps_no_server_from_starting() -> None:
+    memory = NotEnoughMemory("Weights need 4.0 GiB as bfloat16, 2.1 GiB free.", "measure where more memory is free")
+
+    def find() -> Iterator[Fact]:
+        yield Fact("test text", "900 tokens")
+        raise memory
+
+    sections = (serving_section(lambda: PLAN, [FREE_PORT]), quality_section(find))
+    assert exit_code(sections) == ExitCode.OK
+    assert [fact.name for fact in sections[1].facts] == ["test text", "not measured"]
+    text = report(*sections)
+    assert "2.1 GiB free. Fix: measure where" in " ".join(text.replace("│", "").split())
+    assert text.splitlines()[-1] == "serve would start"
 
 
 def test_threads_measured_before_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
