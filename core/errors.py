@@ -110,6 +110,9 @@ class ExitCode(enum.IntEnum):
     TRANSIENT = 11, "a temporary obstacle: a full disk, or a ledger or directory that another server uses"
 
 
+MOST_CAUSE = 600  # characters of what is wrong with a model
+
+
 class StartupError(Exception):
     """The process cannot start as configured; shown to the operator in two lines.
 
@@ -129,16 +132,23 @@ class StartupError(Exception):
             self.exit_code = exit_code
 
 
-class UnsupportedModel(StartupError):
+class _ModelError(StartupError):
+    """It quotes a model's files, whose values may be of any length: the middle of a long cause is left out."""
+
+    exit_code = ExitCode.MODEL
+
+    def __init__(self, cause: str, fix: str, exit_code: int | None = None) -> None:
+        half = MOST_CAUSE // 2
+        shown = cause if len(cause) <= MOST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
+        super().__init__(shown, fix, exit_code)
+
+
+class UnsupportedModel(_ModelError):
     """The model needs a computation that is not implemented here."""
 
-    exit_code = ExitCode.MODEL
 
-
-class BadCheckpoint(StartupError):
+class BadCheckpoint(_ModelError):
     """Files of the model's directory are missing, malformed, or do not fit its config.json."""
-
-    exit_code = ExitCode.MODEL
 
 
 class BadAdapter(StartupError):

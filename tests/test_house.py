@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_690, 36),
+    "server": (14_700, 36),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
     "server/commands": (2350, 13),
@@ -26,7 +26,7 @@ BUDGETS = {
     "server/observing": (2650, 10),
     "server/upstream": (1650, 6),
     "server/wire": (4905, 15),
-    "core": (18_770, 46),
+    "core": (18_805, 46),
     "gpu": (12_725, 37),
     "gpu/cpu_kernels": (5365, 14),
     "gpu/kernels": (2910, 7),

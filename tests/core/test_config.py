@@ -118,6 +118,30 @@ def test_what_would_be_served_wrong_is_refused_by_name(changes: dict[str, Any], 
     assert "use a model" in caught.value.fix
 
 
+def test_quantized_checkpoints_of_recurrent_models_are_refused_by_name_however_much_they_list() -> None:
+    left_out = [f"model.layers.{index}.conv.in_proj" for index in range(500)]
+    fields: dict[str, Any] = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv"] * 31 + ["full_attention"],
+        "quantization_config": {"quant_method": "fp8", "modules_to_not_convert": left_out},
+    }
+    with pytest.raises(UnsupportedModel) as caught:
+        parse_model_config(llama(**fields))
+    assert caught.value.cause.endswith(
+        "fp8 checkpoints of models with recurrent layers (Lfm2ForCausalLM) are not supported."
+    )
+    assert "--quantize" in caught.value.fix
+
+
+def test_a_long_value_is_quoted_by_its_ends() -> None:
+    with pytest.raises(BadCheckpoint) as caught:
+        parse_model_config(llama(eos_token_id=["x"] * 5000))
+    cause = caught.value.cause
+    assert len(cause) < 700
+    assert cause.startswith("config.json: eos_token_id=['x', 'x',")
+    assert cause.endswith("'x'] is not a token id, or a list of them.")
+
+
 def test_unused_sliding_windows_are_no_obstacle() -> None:
     """As Qwen2.5 writes them."""
     fields = {"use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21}
