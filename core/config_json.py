@@ -44,7 +44,7 @@ from core.config_layers import (
     parse_recurrence,
 )
 from core.errors import UnsupportedModel
-from core.families import FAMILIES, TEXT_TOWERS
+from core.families import FAMILIES, SYNONYMS, TEXT_TOWERS
 from core.prequantized import parse_fp8, parse_packed, refuse_other_methods
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -278,9 +278,13 @@ def _family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures") or [config.get("model_type")]
     if not isinstance(names, list):
         raise bad_field(f"architectures={names!r} is not a list.")
+    architecture, model_type = (
+        SYNONYMS.get(name, name) if isinstance(name, str) else name
+        for name in (_generating(names[0]), config.get("model_type"))
+    )
     for family in FAMILIES:
-        if _generating(names[0]) in (family.architecture, family.model_type):
-            if config.get("model_type") not in (family.model_type, None):  # by which transformers computes
+        if architecture in (family.architecture, family.model_type):
+            if model_type not in (family.model_type, None):  # by which transformers computes
                 raise bad_field(f"model_type={config['model_type']!r} contradicts architectures={names!r}.")
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)

@@ -8,6 +8,9 @@ from typing import Any
 
 from core.config_fields import ExpertFields, Family
 
+# Other names of model types and architectures that are computed alike: Kimi K2's, and an older one
+SYNONYMS = {"kimi_k2": "deepseek_v3", "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
+
 
 def _fields(num_key_value_heads: int | None, max_position_embeddings: int | None, **others: Any) -> dict[str, Any]:
     """Defaults by their names; None: config.json must say, or the usual default holds."""

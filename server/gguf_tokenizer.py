@@ -111,17 +111,15 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 }
 _KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
 _NORMALIZES = ("qwen2", "qwen35")
+# Names of llama.cpp's for a model each, whose texts are split as another's
 _ALIASES = {
     "chatglm-bpe": "glm4",
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "falcon-h1": "llama-bpe",
-    "lfm2": "llama-bpe",
-    "pixtral": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
-    "olmo": "gpt-2",
-    "granite-docling": "gpt-2",
-    "refact": "smollm",
+    **dict.fromkeys(["llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral", "midm-2.0"], "llama-bpe"),
+    **dict.fromkeys(["deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"], "qwen2"),
+    **dict.fromkeys(["olmo", "granite-docling", "gigachat", "a.x-4.0", "mellum", "trillion"], "gpt-2"),
+    **dict.fromkeys(["refact", "minerva-7b"], "smollm"),
+    "joyai-llm": "deepseek-v3",
+    "kanana2": "gpt-4o",
 }
 
 

@@ -118,6 +118,15 @@ def test_what_would_be_served_wrong_is_refused_by_name(changes: dict[str, Any], 
     assert "use a model" in caught.value.fix
 
 
+def test_other_names_of_a_family_are_its_own() -> None:
+    kimi = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "q_lora_rank": 64, "head_dim": None}
+    fields = {**kimi, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    fields |= {"num_hidden_layers": 4, "num_key_value_heads": 32}
+    assert parse_model_config(llama(**fields)) == parse_model_config(llama(**fields | {"model_type": "deepseek_v3"}))
+    older = parse_model_config(llama(architectures=["Ernie4_5_ForCausalLM"], model_type="ernie4_5"))
+    assert older == parse_model_config(llama(architectures=["Ernie4_5ForCausalLM"], model_type="ernie4_5"))
+
+
 def test_quantized_checkpoints_of_recurrent_models_are_refused_by_name_however_much_they_list() -> None:
     left_out = [f"model.layers.{index}.conv.in_proj" for index in range(500)]
     fields: dict[str, Any] = {

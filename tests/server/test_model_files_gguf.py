@@ -159,6 +159,24 @@ def test_byte_level_tokenizers_give_the_ids_of_hugging_faces(pre: str, tmp_path:
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text).ids)
 
 
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("falcon3", "llama-bpe"),
+        ("megrez", "qwen2"),
+        ("mellum", "gpt-2"),
+        ("minerva-7b", "smollm"),
+        ("joyai-llm", "deepseek-v3"),
+        ("kanana2", "gpt-4o"),
+    ],
+)
+def test_names_that_llama_cpp_splits_alike_are_tokenized_alike(name: str, like: str, metadata: dict[str, Any]) -> None:
+    ours, expected = (
+        gguf_tokenizer.tokenizer_files({**metadata, "tokenizer.ggml.pre": one}, 1000) for one in (name, like)
+    )
+    assert ours == expected
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_default_pre_tokenizer_splits_as_llama_cpp_does(text: str) -> None:
     """unicode_regex_split: each expression parts what the ones before it left, matches and gaps alike."""
