@@ -17,6 +17,9 @@ from core.families import FAMILIES
 from core.gguf import GgufFile, GgufTensor
 
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each frequency
+# Longrope's, of short and of long contexts
+LONG_FACTORS = {f"{kind}_factor": f"rope_factors_{kind}.weight" for kind in ("short", "long")}
+FACTORS = (ROPE_FACTORS, *LONG_FACTORS.values())
 # Of every Llama 3.1 to 3.3; they differ in `factor`, which is the last divisor
 _LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 MOST_DRAFT_LAYERS = 64
@@ -447,7 +450,7 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     for name, stored in file.tensors.items():
         match, tensor = _LAYER_NAME.fullmatch(name), replace(stored, shape=_shape(name, stored.shape, family))
         _, index, within = (*name.split(".", 2), "", "")[:3]
-        if name == ROPE_FACTORS:
+        if name in FACTORS:
             continue
         stack, layer = _STACKED_NAMES.get(name.removesuffix(".weight")), f"model.layers.{index}"
         if index in drafts and family.family.recurrence == "linear_attention":
@@ -536,11 +539,11 @@ def is_norm_shifted(name: str, metadata: Mapping[str, Any]) -> bool:
     return family is not None and family.family.has_norm_offset and is_norm
 
 
-def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[str, Any]:
+def config_of(file: GgufFile, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
     """The equivalent config.json.
 
     Args:
-        rope_factors: the numbers of ROPE_FACTORS, if the file has it.
+        factors: the numbers of those of FACTORS that the file has.
 
     Raises:
         UnsupportedModel: the architecture, or a field that would change the output, is not computed here.
@@ -548,6 +551,8 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
     """
     family, prefix = _family(file), file.metadata["general.architecture"]
     fields = {key.removeprefix(f"{prefix}."): value for key, value in file.metadata.items()}
+    if any(name in factors for name in LONG_FACTORS.values()):  # by which llama.cpp knows it
+        fields["rope.scaling.type"] = "longrope"
     head_dim, num_draft_layers = _head_dim(fields, family), len(_draft_layers(file.metadata))
     _refuse_output_changing(fields, family, head_dim, num_draft_layers)
     config = {
@@ -561,7 +566,7 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "num_key_value_heads": _common(fields.get("attention.head_count_kv", fields["attention.head_count"])),
         "head_dim": head_dim,
         "rope_theta": fields.get("rope.freq_base", 10_000.0),
-        **_ropes(fields, family, rope_factors, head_dim),
+        **_ropes(fields, family, factors, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
@@ -696,16 +701,12 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family(file: GgufFile) -> GgufFamily:
-    family = find_family(file.metadata)
+    family, name = find_family(file.metadata), file.metadata.get("general.architecture")
     if family is None:
-        name = file.metadata.get("general.architecture")
         known = f"{', '.join(GGUF_FAMILIES)}, with or without experts in llama"
         raise UnsupportedModel(f"GGUF architecture {name!r} is not supported.", f"use a model of one of: {known}.")
-    longrope = [name for name in file.tensors if name.startswith("rope_factors_")]
-    if longrope:
-        raise UnsupportedModel(
-            f"GGUF: longrope ({longrope[0]}) is not supported.", "use a file without it, or the model's safetensors."
-        )
+    if name == "granitehybrid" and f"{name}.attention.scale" not in file.metadata:
+        raise UnsupportedModel("GGUF files of Bamba are not supported.", "use the model's safetensors.")
     return family
 
 
@@ -734,7 +735,9 @@ def _refuse_output_changing(
     holds: dict[str, Callable[[Any], bool]] = {
         **dict.fromkeys(_ZERO, lambda value: value == 0),
         **dict.fromkeys(_ZERO_OR_ONE, lambda value: value in (0, 1)),
-        "rope.scaling.type": lambda value: value in ("none", "linear", "yarn"),
+        "rope.scaling.type": lambda value: (
+            value in ("none", "linear", "yarn") or (value == "longrope" and family.model_type == "phi3")
+        ),
         "rope.scaling.yarn_ext_factor": lambda value: value == 1,
         "rope.scaling.yarn_attn_factor": lambda value: value == 1 or math.isclose(value, growth, rel_tol=_TOLERANCE),
         "rope.dimension_count": lambda value: (
@@ -747,7 +750,7 @@ def _refuse_output_changing(
         "attention.causal": bool,
         "attention.sliding_window": lambda value: value == 0 and not family.family.has_chunks,  # 0: none has chunks
         "use_parallel_residual": lambda value: not value,
-        "rope.scaling.attn_factor": lambda value: value == 1,
+        "rope.scaling.attn_factor": lambda value: value == 1 or fields.get("rope.scaling.type") == "longrope",
     }
     for name, is_neutral in holds.items():
         if name in fields and name not in family.fields.values() and not is_neutral(fields[name]):
@@ -757,11 +760,11 @@ def _refuse_output_changing(
 
 
 def _ropes(
-    fields: Mapping[str, Any], family: GgufFamily, factors: tuple[float, ...] | None, head_dim: int | None
+    fields: Mapping[str, Any], family: GgufFamily, given: Mapping[str, tuple[float, ...]], head_dim: int | None
 ) -> dict[str, Any]:
     """Gemma 4's layers without a window turn the first pairs of a head; the others' frequencies are next to 0."""
     if family.model_type != "gemma4_text":
-        scaling = _rope_scaling(fields, factors, head_dim)
+        scaling = _rope_scaling(fields, given, head_dim)
         if scaling is not None and family.model_type == "gpt_oss":
             scaling["truncate"] = False  # as its config.json has it
         if family.family.has_query_scale:
@@ -771,6 +774,7 @@ def _ropes(
         if family.family.has_latent and scaling is not None and isinstance(growth, float):
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(growth / 0.1, 6))  # where both are the same
         return {"rope_scaling": scaling}
+    factors = given.get(ROPE_FACTORS)
     turning = sum(factor == 1 for factor in factors or ())
     if factors is not None and (factors[:turning] != (1.0,) * turning or min(factors[turning:], default=NEVER) < NEVER):
         raise UnsupportedModel(f"GGUF: {ROPE_FACTORS} is not Gemma 4's.", "use the model's safetensors.")
@@ -782,8 +786,9 @@ def _ropes(
 
 
 def _rope_scaling(
-    fields: Mapping[str, Any], factors: tuple[float, ...] | None, head_dim: int | None
+    fields: Mapping[str, Any], given: Mapping[str, tuple[float, ...]], head_dim: int | None
 ) -> dict[str, Any] | None:
+    factors = given.get(ROPE_FACTORS)
     if factors is not None:
         theta = fields.get("rope.freq_base", 10_000.0)
         if not isinstance(theta, float) or not 0 < theta < math.inf or not 0 < factors[-1] < math.inf:
@@ -792,6 +797,9 @@ def _rope_scaling(
     # llama.cpp's load_hparams: a factor without a type means linear; scale_linear is its older name
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
     kind = fields.get("rope.scaling.type", None if factor is None else "linear")
+    if kind == "longrope":
+        own = {name: list(given[tensor]) for name, tensor in LONG_FACTORS.items() if tensor in given}
+        return {"rope_type": kind, "attention_factor": fields.get("rope.scaling.attn_factor", 1.0), **own}
     if kind == "yarn":
         names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
         found = {name: _need(fields, f"rope.scaling.{key}") for name, key in names.items()}

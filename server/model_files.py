@@ -32,7 +32,7 @@ from core.encoders import EncoderConfig, is_encoder, parse_encoder_config
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
-from core.gguf_model import ROPE_FACTORS, config_of, generation_of, keys_of
+from core.gguf_model import FACTORS, config_of, generation_of, keys_of
 from core.grammar import GrammarCompiler
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
 from core.types import Pooling, PoolingKind
@@ -567,13 +567,16 @@ def _gguf_contents(file: Path) -> _Contents:
 def _gguf_config(file: Path) -> tuple[GgufFile, dict[str, Any]]:
     """The header, and the equivalent of config.json."""
     header, content = _gguf_header(file)
-    factors = header.tensors.get(ROPE_FACTORS)
-    if factors is not None and factors.format != "F32":
-        cause = f"{ROPE_FACTORS} is stored as {factors.format}, not as F32"
-        raise BadModelFile(cause, "use another file of the model")
-    raw = None if factors is None else content[factors.offset :][: factors.size_bytes]
+    factors = {}
+    for name in FACTORS:
+        tensor = header.tensors.get(name)
+        if tensor is not None and tensor.format != "F32":
+            raise BadModelFile(f"{name} is stored as {tensor.format}, not as F32", "use another file of the model")
+        if tensor is not None:
+            raw = content[tensor.offset :][: tensor.size_bytes]
+            factors[name] = tuple(np.frombuffer(raw, "<f4").tolist())
     try:
-        return header, config_of(header, None if raw is None else tuple(np.frombuffer(raw, "<f4").tolist()))
+        return header, config_of(header, factors)
     except StartupError as error:
         raise _told_of(file, error, {}) from error
 

@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp's converter makes them, from Hugging Face directories and tokenizers."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,6 +113,10 @@ def write_gguf(
         _write_tensor(writer, found, rows, quantisation)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
+    for kind in ("short", "long"):  # conversion/phi.py
+        own = (config.get("rope_parameters") or {}).get(f"{kind}_factor")
+        if own is not None:
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(own, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -376,7 +381,11 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
             writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
         case "phi3":
-            writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+            original = config["original_max_position_embeddings"]
+            writer.add_rope_scaling_orig_ctx_len(original)
+            if config.get("rope_parameters", {}).get("rope_type") == "longrope":
+                scale = config["max_position_embeddings"] / original
+                writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
         case "gemma2":
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])

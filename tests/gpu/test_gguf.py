@@ -17,7 +17,7 @@ from core.config import ModelConfig, RopeConfig
 from core.config_json import parse_model_config
 from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS
-from core.gguf_model import config_of, hugging_face_tensors, num_turned_heads
+from core.gguf_model import LONG_FACTORS, ROPE_FACTORS, config_of, hugging_face_tensors, num_turned_heads
 from core.plan import SequenceStart
 from gpu import checkpoint as gpu_gguf
 from gpu.checkpoint import DEQUANTISERS, GgufReader, open_checkpoint
@@ -27,6 +27,7 @@ from gpu.loading import load_runner
 from gpu.memory_plan import estimate
 from gpu.quality import predict
 from gpu.weights import load_weights
+from server.model_files import parse_config, read_model_config
 from tests.gguf_files import Q, parsed, quantised_numbers, random_blocks, with_split_keys, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, Driver, make_plan
@@ -37,7 +38,9 @@ TEXT = [*PROMPT, *range(30, 60)]
 
 
 def model_of(path: Path, factors: tuple[float, ...] | None = None) -> ModelConfig:
-    return parse_model_config(config_of(parsed(path), factors) if path.is_file() else read_config(path))
+    return parse_model_config(
+        config_of(parsed(path), {ROPE_FACTORS: factors} if factors else {}) if path.is_file() else read_config(path)
+    )
 
 
 def greedy(path: Path, factors: tuple[float, ...] | None = None) -> list[int]:
@@ -135,11 +138,11 @@ def test_queries_that_grow_without_yarn_are_refused_by_name(tmp_path: Path, mode
     for name in [name for name in header.metadata if ".rope.scaling." in name]:
         del header.metadata[name]
     with pytest.raises(StartupError, match="llama_4_scaling_beta"):
-        parse_model_config(config_of(header, None))
+        parse_model_config(config_of(header, {}))
     header = parsed(write_gguf(model_directory("qwen3"), tmp_path / "other.gguf"))
     header.metadata["qwen3.attention.temperature_scale"] = 0.1
     with pytest.raises(StartupError, match=r"qwen3\.attention\.temperature_scale=0\.1"):
-        config_of(header, None)
+        config_of(header, {})
 
 
 def test_windows_lie_where_the_file_says_or_in_all_but_each_fourth_layer(tmp_path: Path, model_directory) -> None:
@@ -147,7 +150,7 @@ def test_windows_lie_where_the_file_says_or_in_all_but_each_fourth_layer(tmp_pat
     key, expected = "olmo2.attention.sliding_window_pattern", [True, True, True, False]
 
     def windowed() -> list[bool]:
-        return [layer.window == 21 for layer in parse_model_config(config_of(header, None)).layers]
+        return [layer.window == 21 for layer in parse_model_config(config_of(header, {})).layers]
 
     assert header.metadata[key] == expected
     del header.metadata[key]
@@ -158,7 +161,7 @@ def test_windows_lie_where_the_file_says_or_in_all_but_each_fourth_layer(tmp_pat
     assert windowed() == header.metadata[key]
     header.metadata[key] = [True]
     with pytest.raises(BadCheckpoint, match="sliding_window_pattern"):
-        config_of(header, None)
+        config_of(header, {})
 
 
 @pytest.mark.parametrize(("factor", "is_served"), [(0.1 * math.log(4) + 1, True), (1.0, True), (1.3, False)])
@@ -166,13 +169,13 @@ def test_yarn_may_state_the_factor_that_it_has_anyway(
     factor: float, is_served: bool, tmp_path: Path, model_directory
 ) -> None:
     header = parsed(write_gguf(model_directory("olmo3"), tmp_path / "model.gguf"))
-    expected = config_of(header, None)
+    expected = config_of(header, {})
     header.metadata["olmo2.rope.scaling.yarn_attn_factor"] = factor
     if is_served:
-        assert config_of(header, None) == expected
+        assert config_of(header, {}) == expected
         return
     with pytest.raises(StartupError, match=r"yarn_attn_factor=1\.3"):
-        config_of(header, None)
+        config_of(header, {})
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4_moe"])
@@ -308,10 +311,10 @@ def test_state_spaces_give_the_same_tokens_as_their_safetensors(name: str, tmp_p
 
 def test_a_layer_that_predicts_later_tokens_is_none_of_those_with_states(tmp_path: Path, model_directory) -> None:
     file = parsed(write_gguf(model_directory("granite_hybrid"), tmp_path / "model.gguf"))
-    expected, kv = config_of(file, None), "granitehybrid.attention.head_count_kv"
+    expected, kv = config_of(file, {}), "granitehybrid.attention.head_count_kv"
     more = {"granitehybrid.block_count": len(file.metadata[kv]) + 1, "granitehybrid.nextn_predict_layers": 1}
     file.metadata.update(more | {kv: [*file.metadata[kv], 2]})
-    assert config_of(file, None) == expected | {"num_nextn_predict_layers": 1}
+    assert config_of(file, {}) == expected | {"num_nextn_predict_layers": 1}
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
@@ -333,15 +336,35 @@ def test_the_largest_gemma_scales_scores_by_its_width(name: str, num_layers: int
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert config_of(parsed(file), None)["query_pre_attn_scalar"] == 96 // 4
+    assert config_of(parsed(file), {})["query_pre_attn_scalar"] == 96 // 4
 
 
-def test_longrope_is_refused_by_name(tmp_path: Path, model_directory) -> None:
-    file = write_gguf(model_directory("phi3"), tmp_path / "model.gguf")
-    header = parsed(file)
-    header.tensors["rope_factors_long.weight"] = next(iter(header.tensors.values()))
-    with pytest.raises(StartupError, match="longrope"):
-        config_of(header, None)
+@pytest.mark.parametrize("context", [None, 2048])
+def test_longrope_has_the_factors_of_the_context(context: int | None, tmp_path: Path, model_directory) -> None:
+    directory = model_directory("phi4_longrope")
+    expected = parse_model_config(read_config(directory) | {"dtype": None}, context)
+    file = write_gguf(directory, tmp_path / "model.gguf")
+    found = parse_config(file, read_model_config(file), context)
+    assert found.max_position == (context or 160)
+    assert found.rope.factors == pytest.approx(expected.rope.factors)
+    assert found.rope.attention_factor == pytest.approx(expected.rope.attention_factor)
+    rope = replace(expected.rope, factors=found.rope.factors, attention_factor=found.rope.attention_factor)
+    assert found == replace(expected, rope=replace(rope, factor=found.rope.factor), layers=found.layers)
+    made = [Driver(load_runner(path, found, ENGINE, no_progress)) for path in (file, directory)]
+    assert made[0].generate(12, made[0].add(PROMPT))[0] == made[1].generate(12, made[1].add(PROMPT))[0]
+
+
+def test_factors_of_longrope_are_phis_alone(tmp_path: Path, model_directory) -> None:
+    header = parsed(write_gguf(model_directory("llama2"), tmp_path / "model.gguf"))
+    with pytest.raises(StartupError, match=r"rope\.scaling\.type='longrope'"):
+        config_of(header, {LONG_FACTORS["short_factor"]: (1.0,)})
+
+
+def test_bamba_is_refused_by_name(tmp_path: Path, model_directory) -> None:
+    header = parsed(write_gguf(model_directory("granite_hybrid"), tmp_path / "model.gguf"))
+    del header.metadata["granitehybrid.attention.scale"]  # Bamba's files have none
+    with pytest.raises(StartupError, match="Bamba"):
+        config_of(header, {})
 
 
 @pytest.mark.parametrize("quantisation", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q5_0])
@@ -405,13 +428,13 @@ def test_llama_4_has_what_llama_cpp_takes_to_be_so(tmp_path: Path, model_directo
     header.metadata["llama4.rope.freq_base"] = 500_000.0
     factors = tuple(llama3_factors(rope | {"rope_theta": 500_000.0}, head_dim=16).tolist())
     assert set(factors) == {1.0, 16.0}
-    assert config_of(header, factors)["rope_scaling"] == {"rope_type": "llama3"} | rope
-    assert config_of(header, None)["use_qk_norm"]
+    assert config_of(header, {ROPE_FACTORS: factors})["rope_scaling"] == {"rope_type": "llama3"} | rope
+    assert config_of(header, {})["use_qk_norm"]
     header.metadata["llama4.expert_count"] = 128
-    assert not config_of(header, None)["use_qk_norm"]
+    assert not config_of(header, {})["use_qk_norm"]
     header.metadata["llama4.attention.sliding_window"] = 0
     with pytest.raises(StartupError, match=r"llama4\.attention\.sliding_window=0"):
-        config_of(header, None)
+        config_of(header, {})
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:

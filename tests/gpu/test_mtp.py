@@ -260,7 +260,7 @@ def test_a_head_that_is_not_whole_is_left_out(
 
 
 def of_file(file: Path) -> ModelRunner:
-    return load_runner(file, parse_model_config(config_of(parsed(file), None)), ENGINE, no_progress)
+    return load_runner(file, parse_model_config(config_of(parsed(file), {})), ENGINE, no_progress)
 
 
 def test_the_first_of_two_heads_drafts_from_safetensors_and_gguf_and_the_second_is_named(
