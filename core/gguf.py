@@ -50,7 +50,8 @@ _TYPES = (
     "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
     "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"
 )
-_TYPE_NAMES = dict(enumerate(_TYPES.split())) | {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+_TYPE_NAMES = dict(enumerate(_TYPES.split())) | {34: "TQ1_0", 35: "TQ2_0"}
+_TYPE_NAMES |= dict(enumerate(("MXFP4", "NVFP4", "Q1_0", "Q2_0"), 39))
 # Value types: gguf.md, enum gguf_metadata_value_type
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1"}
@@ -152,8 +153,13 @@ def _tensor(cursor: "_Cursor", name: str, shape: tuple[int, ...], type_id: int, 
             "use a file of the model in one of these, such as Q8_0 or Q4_K_M.",
         )
     block_elements, block_bytes = BLOCKS[format_name]
-    if 0 in shape or shape[-1] % block_elements:
-        raise cursor.bad(f"tensor {name} of shape {list(shape)} does not come in {format_name}'s {block_elements}s")
+    if 0 in shape:
+        raise cursor.bad(f"tensor {name} has the shape {list(shape)}")
+    if shape[-1] % block_elements:
+        raise UnsupportedModel(
+            f"{cursor.name}: tensor {name} has rows of {shape[-1]} numbers, {format_name} blocks of {block_elements}.",
+            "quantize the model anew: llama-quantize takes another format for such rows.",
+        )
     size_bytes = math.prod(shape) // block_elements * block_bytes
     if offset + size_bytes > cursor.size:
         raise cursor.bad(f"tensor {name} would end at byte {offset + size_bytes}, the file at {cursor.size}")

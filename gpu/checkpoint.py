@@ -23,7 +23,6 @@ from torch import Tensor
 
 from core.errors import BadCheckpoint
 from core.gguf import BLOCKS, GgufTensor, parse_gguf
-from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf_model import hugging_face_tensors, is_decay, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
 from gpu.blocks import IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks
@@ -45,6 +44,7 @@ from gpu.prequantized import (
 from gpu.streams import Fill
 
 PICKLES = (".bin", ".pt", ".pth")  # never read: they can run code
+SUFFIX = ".safetensors"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # safetensors' names of the float formats
@@ -399,7 +399,7 @@ class TensorSource:
 
     def _reader(self, file: Path) -> Any:
         if file not in self._readers:
-            reader = GgufReader(file, self._dtype) if file.suffix == GGUF_SUFFIX else open_safetensors(file)
+            reader = open_safetensors(file) if file.suffix == SUFFIX else GgufReader(file, self._dtype)
             self._readers[file] = reader.__enter__()
         return self._readers[file]
 
@@ -418,7 +418,7 @@ def _listed_tensors(directory: Path) -> dict[str, Path]:
         raise bad_checkpoint(f"{index_file} is not an index with a weight_map ({error}).") from error
     for file in set(listed.values()):
         # An index may not lead out of its directory.
-        if file != Path(file).name or file in ("", ".", "..") or "\\" in file or not file.endswith(".safetensors"):
+        if file != Path(file).name or file in ("", ".", "..") or "\\" in file or not file.endswith(SUFFIX):
             raise bad_checkpoint(f"{index_file} names {file!r}, which is not a safetensors file of its own directory.")
     if not listed:
         raise bad_checkpoint(f"{index_file} lists no tensors.")
@@ -427,7 +427,7 @@ def _listed_tensors(directory: Path) -> dict[str, Path]:
 
 def _no_weights(directory: Path) -> BadCheckpoint:
     names = sorted(path.name for path in directory.iterdir())
-    safetensors = [name for name in names if name.endswith(".safetensors")]
+    safetensors = [name for name in names if name.endswith(SUFFIX)]
     pickles = [name for name in names if name.endswith(PICKLES)]
     held = f"; it holds {named_tensors(safetensors + pickles)}" if safetensors or pickles else ""
     pickled = ", and pickled weights, which can run code, are not read" if pickles and not safetensors else ""

@@ -38,7 +38,6 @@ from server.model_files import (
     ModelFiles,
     check_tokenizer,
     encoder_of,
-    is_gguf,
     parse_config,
     read_model_config,
     read_model_files,
@@ -46,7 +45,7 @@ from server.model_files import (
 )
 from server.observing.logs import LoggedLines, LogHandler
 from server.own_processes import DEVICES, Plan, fix_of_entry
-from server.values import HubId, format_count, format_size
+from server.values import HubId, format_count, format_size, is_gguf
 
 if TYPE_CHECKING:
     from gpu.device import DeviceChoice

@@ -39,7 +39,7 @@ from core.types import Pooling, PoolingKind
 from server.api.decoding import range_of
 from server.api.fields import POOLINGS, PoolingStyle, SamplingFields, tasks_of
 from server.gguf_tokenizer import end_ids, tokenizer_files
-from server.values import show_models
+from server.values import is_gguf, show_models
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -110,10 +110,6 @@ class ModelFiles:
     eos_ids: tuple[int, ...]
     pooling: PoolingStyle | None = None
     compiler: GrammarCompiler | None = None
-
-
-def is_gguf(path: Path) -> bool:
-    return path.suffix == GGUF_SUFFIX and os.path.isfile(path)
 
 
 def read_model_files(
@@ -608,8 +604,8 @@ def _told_of(path: Path, error: StartupError, keys: Mapping[str, str]) -> Startu
 
 
 def models_below(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """What looks like a model: GGUF files, and directories with config.json and weights."""
-    if is_gguf(path):
+    """What looks like a model by its name: GGUF files, and directories with config.json and weights."""
+    if path.suffix.lower() == GGUF_SUFFIX and os.path.isfile(path):
         yield path
     elif os.path.isdir(path):
         if os.path.isfile(path / "config.json") and any(any(path.glob(name)) for name in WEIGHTS):

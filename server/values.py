@@ -27,7 +27,7 @@ LEAST_SIMILARITY = 0.65  # of a path's name to a proposed one: of four letters, 
 LEAST_BEGINNING = 4  # letters of a name that are enough to propose it
 LEAST_OF_FEW = 0.2  # of a word to one of a few choices: a typing error keeps some letters
 SHOWN_MODELS = 5
-GGUF_SUFFIX = ".gguf"
+GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*[A-Za-z]+)+|\d+(?:\.\d+)?")
 # As huggingface_hub's validate_repo_id has names, and git has revisions
@@ -202,7 +202,7 @@ def factor_or_none(low: float, high: float) -> Callable[[str], float]:
 def model_source(text: str) -> Path | HubId:
     """A directory, a GGUF file, or, if no such path exists, org/name[@revision] on a hub."""
     path = _expanded(text)
-    if path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX):
+    if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
         raise MissingPathError(
@@ -210,10 +210,19 @@ def model_source(text: str) -> Path | HubId:
             str(path.parent) if _may_be_model(path.parent) else None,
         )
     match = _HUB_ID.fullmatch(text)
-    is_path = match is None or Path(path.parts[0]).exists() or path.suffix == GGUF_SUFFIX
+    is_path = match is None or Path(path.parts[0]).exists() or path.suffix.lower() == GGUF_SUFFIX
     if match is None or is_path or ".." in text or "--" in match[1]:
         raise _missing_model(path)
     return HubId(match[1], match[2])
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is GGUF by its name, or by its first bytes: Ollama's are named by their hashes."""
+    if path.suffix.lower() == GGUF_SUFFIX or not os.path.isfile(path):
+        return os.path.isfile(path)
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    return False
 
 
 def near_models(path: Path) -> list[Path]:
@@ -222,7 +231,7 @@ def near_models(path: Path) -> list[Path]:
 
 
 def _may_be_model(path: Path) -> bool:
-    return os.path.isfile(path / "config.json") or (path.suffix == GGUF_SUFFIX and os.path.isfile(path))
+    return os.path.isfile(path / "config.json") or (path.suffix.lower() == GGUF_SUFFIX and os.path.isfile(path))
 
 
 def models_in(directory: Path) -> list[Path]:

@@ -120,8 +120,10 @@ def print_table(models: Sequence[ModelFacts], stream: TextIO) -> None:
             "" if model.needed_bytes is None else format_size(model.needed_bytes),
         )
         fits = Text("yes", "green") if model.fits else Text("no", "red")
-        table.add_row(Text(model.name), *cells, fits, Text(str(model.path)))
+        path = str(model.path)
+        table.add_row(Text(model.name), *cells, fits, Text("" if path == model.name else path))
     console.print(table)
     for model in models:
         if model.reason is not None:
-            console.print(Text(f"{model.name}: {model.reason}"), soft_wrap=True)
+            reason = model.reason.removeprefix(f"{model.path}: ")
+            console.print(Text(f"{model.name}: {reason}"), soft_wrap=True)

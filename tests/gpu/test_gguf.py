@@ -85,6 +85,13 @@ def test_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path:
     assert greedy(file) == greedy(directory)
 
 
+def test_a_file_is_read_whatever_its_name(tmp_path: Path, model_directory) -> None:
+    file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf")
+    other = file.rename(tmp_path / "sha256-8eeb52df")  # as Ollama names them
+    assert read_model_config(other)["model_type"] == "llama"
+    assert greedy(other) == greedy(model_directory("llama2"))
+
+
 # What llama.cpp's files cannot say, and takes to be so.
 AS_LLAMA_CPP_HAS_IT: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "sliding_window": None},

@@ -17,7 +17,7 @@ import regex
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from core.config_json import parse_model_config
-from core.errors import ExitCode, StartupError
+from core.errors import ExitCode, StartupError, UnsupportedModel
 from core.gguf import parse_gguf
 from server import gguf_tokenizer
 from server.model_files import parse_config, read_model_files
@@ -310,6 +310,22 @@ def test_unknown_architectures_and_formats_are_named(tmp_path: Path, directory: 
     assert (
         "output.weight is stored as IQ2_XXS; supported are F32, F16, BF16, Q8_0" in refusal(tmp_path / "iq2.gguf").cause
     )
+
+
+@pytest.mark.parametrize(
+    ("type_id", "message"), [(40, "NVFP4"), (41, "Q1_0"), (42, "Q2_0"), (12, "rows of 48 numbers, Q4_K blocks of 256")]
+)
+def test_formats_that_are_not_read_and_rows_that_are_no_whole_blocks_are_named(
+    type_id: int, message: str, tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("output.weight", np.zeros((2, 48), np.float32))
+    finish(writer)
+    whole, listed = (tmp_path / "m.gguf").read_bytes(), struct.pack("<QQ", 48, 2)
+    assert whole.count(listed) == 1
+    changed = whole.replace(listed + bytes(4), listed + struct.pack("<I", type_id))
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_gguf(memoryview(changed), "m")
 
 
 def test_every_truncation_of_the_header_is_an_error(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which models are found, and what is said of each."""
 
 import errno
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 from core.errors import ExitCode
 from server.cli import main
 from server.commands.hub import Hub
-from server.commands.models import find_models
+from server.commands.models import find_models, print_table
+from server.engine_loader import ModelFacts
 from tests.gguf_files import Q, write_gguf
 from tests.server.tiny_model import CONTEXT, write_tiny_model
 
@@ -123,6 +125,16 @@ def test_table_has_a_row_a_model(models: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert re.search(rf"steploop-demo .* {CONTEXT} .* F32 .* yes", text)
     assert re.search(rf"org/real .* {CONTEXT} .* F32 .* yes", text)
+
+
+def test_a_path_is_shown_once() -> None:
+    stream = io.StringIO()
+    print_table([ModelFacts("a.gguf", Path("a.gguf")), ModelFacts("org/b", Path("cache/b"))], stream)
+    assert stream.getvalue().count("a.gguf") == 1
+    assert "cache/b" in stream.getvalue()
+    stream = io.StringIO()
+    print_table([ModelFacts("a.gguf", Path("a.gguf"), reason="a.gguf: it is too large")], stream)
+    assert stream.getvalue().splitlines()[-1] == "a.gguf: it is too large"
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

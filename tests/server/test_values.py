@@ -8,6 +8,7 @@ import pytest
 
 from server.values import (
     BadValueError,
+    MissingPathError,
     NamedPath,
     choice_of,
     count_between,
@@ -20,6 +21,7 @@ from server.values import (
     format_count,
     format_duration,
     format_size,
+    is_gguf,
     model_source,
     named_directory,
     names_near,
@@ -146,3 +148,14 @@ def test_a_name_of_a_directory_has_no_control_characters(tmp_path: Path) -> None
     for name in ("", " ", "a\n", "a\x1b[2J", "\u202ea"):
         with pytest.raises(BadValueError, match="NAME=PATH"):
             named_directory(f"{name}={tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "sha256-8eeb52df"])
+def test_a_gguf_file_is_known_by_its_suffix_or_its_first_bytes(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"GGUF\x03")
+    assert model_source(str(tmp_path / name)) == tmp_path / name
+    (tmp_path / "notes").write_bytes(b"GGU")
+    with pytest.raises(MissingPathError) as caught:
+        model_source(str(tmp_path / "notes"))
+    assert "of another kind" in caught.value.expected
+    assert not is_gguf(tmp_path / "missing.gguf")
