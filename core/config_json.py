@@ -279,8 +279,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     if not isinstance(names, list):
         raise bad_field(f"architectures={names!r} is not a list.")
     architecture, model_type = (
-        SYNONYMS.get(name, name) if isinstance(name, str) else name
-        for name in (_generating(names[0]), config.get("model_type"))
+        SYNONYMS.get(str(name), name) for name in (_generating(names[0]), config.get("model_type"))
     )
     for family in FAMILIES:
         if architecture in (family.architecture, family.model_type):
@@ -411,6 +410,8 @@ def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position:
         return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
     if rope.kind == "longrope" and not _is_long(rope, context):
         return min(max_position, rope.original_max_position)
+    if context is None and "default_context" in config:  # of GGUF files that do not say what the model has
+        return positive_int(config, "default_context", at_most=max_position)
     return max_position
 
 

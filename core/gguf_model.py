@@ -31,6 +31,8 @@ _ZERO = (
     *(f"attention.{name}" for name in ("clamp_kqv", "temperature_scale", "scale")),
 )
 _ZERO_OR_ONE = "expert_weights_scale", "logit_scale", "embedding_scale", "residual_scale"
+# Tokens that llama.cpp's converter gives to models of state spaces, whatever they have, and what these are served with
+ARBITRARY_CONTEXT, USUAL_CONTEXT = 2**20, 2**17
 NEVER = 1e29  # a divisor of frequencies that leaves no turning
 _TOLERANCE = 1e-4  # relative; the factors were computed in float32
 
@@ -574,6 +576,8 @@ def config_of(file: GgufFile, factors: Mapping[str, tuple[float, ...]]) -> dict[
         **{name: fields[key] for name, key in family.fields.items() if key in fields},
         **_family_fields(file, family, fields, head_dim),
     }
+    if family.family.recurrence == "mamba" and fields["context_length"] == ARBITRARY_CONTEXT:
+        config["default_context"] = USUAL_CONTEXT
     own = {usual: name for name, usual in family.family.aliases.items()}
     return {own.get(name, name): value for name, value in config.items() if value is not None}
 

@@ -316,6 +316,14 @@ def test_state_spaces_give_the_same_tokens_as_their_safetensors(name: str, tmp_p
     assert greedy(write_gguf(source, tmp_path / "model.gguf")) == greedy(source)
 
 
+def test_a_context_that_the_converter_made_up_is_served_on_request_alone(tmp_path: Path, model_directory) -> None:
+    header = parsed(write_gguf(model_directory("granite_hybrid"), tmp_path / "model.gguf"))
+    header.metadata["granitehybrid.context_length"] = 2**20
+    config = config_of(header, {})
+    assert parse_model_config(config).max_position == 2**17
+    assert parse_model_config(config, 4096).max_position == 2**20
+
+
 def test_a_layer_that_predicts_later_tokens_is_none_of_those_with_states(tmp_path: Path, model_directory) -> None:
     file = parsed(write_gguf(model_directory("granite_hybrid"), tmp_path / "model.gguf"))
     expected, kv = config_of(file, {}), "granitehybrid.attention.head_count_kv"
