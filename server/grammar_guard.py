@@ -120,6 +120,7 @@ class GuardedCompiler(GrammarCompiler):
         self._ending = threading.Thread()  # the last process that was killed
         self._idle = deque[_Worker]()
         self._workers = set[_Worker]()
+        self._keeps_spare = False  # once two grammars were compiled at a time: a process takes as much as a vocabulary
         weakref.finalize(self, _end_all, self._workers, self._files)
 
     def prepare(self) -> None:
@@ -167,7 +168,7 @@ class GuardedCompiler(GrammarCompiler):
         return refusal
 
     def _taken(self) -> "_Worker":
-        """A process that runs; another is ready, or starting, for the next grammar."""
+        """A process that runs; if two were needed before, another is ready, or starting, for the next grammar."""
         with self._starting:
             while self._idle:
                 worker = self._idle.popleft()
@@ -176,8 +177,10 @@ class GuardedCompiler(GrammarCompiler):
                 self._workers.discard(worker)
                 worker.end()
             else:
+                self._keeps_spare |= bool(self._workers)
                 worker = self._started()
-        self.prepare()
+        if self._keeps_spare:
+            self.prepare()
         return worker
 
     def _end(self, worker: "_Worker") -> None:

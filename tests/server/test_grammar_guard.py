@@ -75,6 +75,10 @@ def test_without_a_second_process_grammars_are_compiled_all_the_same(
 def test_the_process_ends_with_its_compiler() -> None:
     guarded = compiler()
     guarded.compile(regex("a", "guided_regex"))
+    assert len(guarded._workers) == 1  # nobody has needed two at once
+    taken = [guarded._taken() for _ in range(MAX_AT_ONCE)]
+    guarded._idle.append(taken.pop())
+    guarded._taken()
     processes = [worker._process for worker in guarded._workers]
     assert len(processes) == MAX_AT_ONCE
     del guarded
