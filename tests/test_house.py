@@ -16,24 +16,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_700, 36),
+    "server": (14_710, 36),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
-    "server/commands": (2350, 13),
+    "server/commands": (2360, 13),
     "server/gate": (2870, 8),
     "server/ledger": (2035, 7),
     "server/listening": (1240, 5),
     "server/observing": (2650, 10),
     "server/upstream": (1650, 6),
     "server/wire": (4905, 15),
-    "core": (18_810, 46),
+    "core": (18_820, 46),
     "gpu": (12_725, 37),
     "gpu/cpu_kernels": (5365, 14),
     "gpu/kernels": (2910, 7),
     "gpu/parallel": (770, 5),
     "bench": (10_220, 38),
 }
-TEST_LINES = 73_000
+TEST_LINES = 73_200
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
