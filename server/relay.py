@@ -622,7 +622,7 @@ class RelayHandle:
         """After a cancel: with the usage that a server of our own records under our id, if it tells in time."""
         if (record := await self._record_there(upstream, at_end=True)) is not None:
             counts = (record.get(f"num_{one}_tokens") or 0 for one in ("prompt", "completion", "cached"))
-            self._answer.usage = Usage(*counts)
+            self._answer.usage, self._answer.is_of_start = Usage(*counts), False
         self._end()
 
     async def _record_there(self, upstream: Upstream, at_end: bool = False) -> dict[str, Any] | None:

@@ -329,6 +329,7 @@ class UpstreamAnswer:
         head: once it has come.
         body: of what is no stream, as far as it has come: a document, or what the request is refused with.
         usage: as it has been told, as far as that can be true.
+        is_of_start: it was told before any text: what has come since is not in it.
         is_done: the last event has come; later ones are dropped.
     """
 
@@ -336,7 +337,7 @@ class UpstreamAnswer:
         self.head: AnswerHead | None = None
         self.body = bytearray()
         self.usage: Usage | None = None
-        self.is_done = False
+        self.is_of_start = self.is_done = False
         self._is_believed = True  # what it has told of usage
         self._asked, self._call, self._form, self._is_trusted = asked, asked.call, asked.passage.form, is_trusted
         own = {"id": asked.passage.prefix + request_id, "model": asked.call.model}
@@ -420,8 +421,13 @@ class UpstreamAnswer:
         return Usage(self._asked.prompt.num_tokens if has_answered else 0, num_tokens)
 
     def billed(self) -> Usage:
-        """What has been told, or an estimate if nothing has. The client is told no other."""
-        return self.estimated() if self.usage is None else self._bounded(self.usage)
+        """What has been told, or an estimate of what nothing has been told of. The client is told no other."""
+        estimate = self.estimated()
+        if self.usage is None:
+            return estimate
+        usage = self._bounded(self.usage)
+        least = estimate.num_completion_tokens if self.is_of_start else 0
+        return msgspec.structs.replace(usage, num_completion_tokens=max(usage.num_completion_tokens, least))
 
     def _bounded(self, told: Usage) -> Usage:
         """Of what others tell, no more than was asked for, or where that has no bounds, than bytes have passed.
@@ -549,7 +555,7 @@ class UpstreamAnswer:
                 raise ValueError(f"usage is {str(told)[:50]}")
             self._counts |= {name: count for name, count in told.items() if count}
             usage = usage_of(self._counts)
-            self.usage = self._bounded(usage)
+            self.usage, self.is_of_start = self._bounded(usage), self._call.is_stream and not self._num_texts
             self._is_believed = self.usage == usage
         except ValueError as error:
             self.usage, self._is_believed, why = None, False, f" ({error})"

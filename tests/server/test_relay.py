@@ -1342,6 +1342,21 @@ async def test_messages_of_another_server_are_counted_from_their_first_and_last_
     assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (42, 2, 7)
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_of_messages_that_break_off_the_prompt_is_billed_as_told_and_the_text_that_came(
+    trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "TELL_S", 0.05)
+    told = {"input_tokens": 40, "output_tokens": 0}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": {"id": "m1", "usage": told}}]
+    events += [{"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}] * 3
+    body = b"".join(b"data: %b\n\n" % orjson.dumps(one) for one in events)
+    async with before(whole(body), trusted=trusted, ledger=tmp_path / "ledger.db") as front:
+        assert b'"upstream_error"' in (await front.ask(SURFACES["messages"](stream=True))).body
+    (row,) = rows(tmp_path / "ledger.db")
+    assert (row.prompt_tokens, row.completion_tokens) == (40, 3)
+
+
 _LONG = {"prompt": "x" * 300}
 _FOUR = {"prompt": ["x" * 300] * 4}
 
