@@ -59,7 +59,16 @@ from server.relayed import (
 )
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Fields, Outgoing, UpstreamFault
-from server.upstream.pool import JSON, Pool, Slot, Upstream, leading_blocks, leading_token_blocks
+from server.upstream.pool import (
+    JSON,
+    MAX_MOVES,
+    NOT_OPEN,
+    Pool,
+    Slot,
+    Upstream,
+    leading_blocks,
+    leading_token_blocks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -313,8 +322,8 @@ class RelayHandle:
     """A request on its way to an upstream and back: see RequestHandle. The `Reader` of its answer.
 
     It goes out in the turn in which it is submitted, if an upstream has room and an open connection; otherwise a task
-    waits for that. Until the head of an answer has come that is passed on, it may be sent elsewhere: once within a
-    pool, and to the fallbacks.
+    waits for that. Until the head of an answer has come that is passed on, it may be sent elsewhere: within its pool
+    (see server/upstream/pool.py), and to the fallbacks.
     """
 
     # Of the last upstream that is asked
@@ -323,6 +332,7 @@ class RelayHandle:
     _exchange: Exchange | None  # once it is sent
     _answer: UpstreamAnswer
     _may_retry: bool
+    _moves_left: int
 
     def __init__(self, relay: Relay, request: RelayDemand, sink: DeltaSink) -> None:
         self.request = request
@@ -408,7 +418,7 @@ class RelayHandle:
 
     def _enter(self, pool: Pool) -> None:
         request = self.request
-        self._pool, self._may_retry = pool, True
+        self._pool, self._may_retry, self._moves_left = pool, True, MAX_MOVES
         self._slot = pool.take_slot(request.passed.prompt, request.priority, request.tenant)
         self._go()
 
@@ -453,29 +463,36 @@ class RelayHandle:
     def _lose(self, fault: UpstreamFault) -> None:
         """No answer has come. It is asked again only if the upstream has not begun, or its connection was lost."""
         self._pool.note_outcome(self._upstream, False)
+        if fault.is_absent:
+            self._pool.note_not_open(self._upstream, str(fault))
         is_safe = fault.is_untouched or isinstance(fault, ConnectionLost)
-        self._try_elsewhere(self._pool.error_of(fault), takes_same=True if is_safe else None)
+        self._try_elsewhere(self._pool.error_of(fault), True if is_safe else None, fault.is_untouched)
 
     def _be_refused(self, head: AnswerHead) -> None:
         error = refusal_of(head, bytes(self._answer.body), self._pool.settings, self._call.model)
-        is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
-        self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503 or is_late)
-        if (head.status >= 500 or head.status == 429) and not is_late and error.code != LOOP:
-            self._try_elsewhere(error, takes_same=False if head.status == 503 else None)
+        is_fault, is_overload = error.kind is ErrorKind.UPSTREAM, error.kind is ErrorKind.UNAVAILABLE
+        self._pool.note_outcome(self._upstream, not is_fault)
+        if is_overload:
+            self._pool.note_overload(self._upstream, error)
+        if is_overload or (is_fault and error.code != LOOP):
+            may_move = is_overload or head.status < 500  # others may know our key, and the model
+            self._try_elsewhere(error, False if may_move else None, is_overload and error.code in NOT_OPEN)
         else:
-            self._fail(error, has_begun=is_late)
+            self._fail(error, has_begun=error.kind is ErrorKind.DEADLINE_EXCEEDED)
 
-    def _try_elsewhere(self, error: ServiceError, takes_same: bool | None = None) -> None:
-        """Send it to another upstream, once; else to the next fallback; else the request has failed.
+    def _try_elsewhere(self, error: ServiceError, takes_same: bool | None = None, is_untouched: bool = False) -> None:
+        """Send it to another upstream; else to the next fallback; else the request has failed.
 
         Args:
             takes_same: see Pool.move; None: only fallbacks are tried.
+            is_untouched: it may be sent again as often as it takes; what may have been begun, once.
         """
-        if takes_same is not None and self._may_retry:
-            failed, other = self._upstream, self._pool.move(self._slot, takes_same)
-            if other is not None:
-                logger.warning("the upstream %s failed, and %s is asked: %s", failed.url, other.url, error)
-                self._may_retry = False
+        if takes_same is not None and (self._may_retry or is_untouched) and self._moves_left:
+            failed, is_refused = self._upstream, not (takes_same or is_untouched)
+            if self._pool.move(self._slot, takes_same, is_refused):
+                logger.warning("the upstream %s failed, and another is asked: %s", failed.url, error)
+                self._may_retry &= is_untouched
+                self._moves_left -= 1
                 self._go()
                 return
         if not self._fallbacks:

@@ -695,7 +695,7 @@ def refusal_of(head: AnswerHead, body: bytes, settings: ModelSettings, asked: st
     message = _renamed_in(told, settings.name_there(asked), asked)
     if status in _PASSED_ON:
         return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
-    if status in (429, 503):
+    if status in (429, 503, 529):
         after = head.field(b"retry-after") or b""
         retry_s = min(float(after), 60.0) if after.isdigit() else 1.0
         return ServiceError(ErrorKind.UNAVAILABLE, message, code or "overloaded", retry_after_s=retry_s)

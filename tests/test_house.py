@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_710, 36),
+    "server": (14_715, 36),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
     "server/commands": (2360, 13),
@@ -24,7 +24,7 @@ BUDGETS = {
     "server/ledger": (2035, 7),
     "server/listening": (1240, 5),
     "server/observing": (2650, 10),
-    "server/upstream": (1650, 6),
+    "server/upstream": (1690, 6),
     "server/wire": (4905, 15),
     "core": (18_820, 46),
     "gpu": (12_725, 37),

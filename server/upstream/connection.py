@@ -5,6 +5,7 @@ at once and outlives a cancelled one (RST_STREAM); HTTP/1.1 carries one after an
 """
 
 import asyncio
+import errno
 import ssl
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ CONNECT_S = 2.0
 MAX_HEAD_BYTES, MAX_INTERIM_HEADS = 64 * 1024, 1024  # of an answer, over HTTP/1.1; HTTP/2 has FrameLimits
 BYTES_A_TURN = 8 * 1024  # that are read of a connection in one turn of the loop: the others' requests come between
 MAX_UNSENT_BYTES = 64 * 1024 * 1024  # of requests that the upstream does not read
+OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)  # of this machine
 
 H2, H1 = b"h2", b"http/1.1"
 
@@ -262,7 +264,8 @@ async def connect(address: Address, protocol: bytes) -> Connection:
             return await connect(address, H1)
         raise UpstreamFault(str(fault), is_untouched=True) from fault
     except OSError as error:  # ssl.SSLError is one
-        raise UpstreamFault(f"the connection failed: {error.strerror or error}", is_untouched=True) from None
+        why, is_absent = f"the connection failed: {error.strerror or error}", error.errno not in OWN_LIMITS
+        raise UpstreamFault(why, is_untouched=True, is_absent=is_absent) from None
     except asyncio.CancelledError:
         connection.abort()
         raise

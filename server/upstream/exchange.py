@@ -19,11 +19,13 @@ class UpstreamFault(Exception):
 
     Args:
         is_untouched: the request has not been begun: it can be sent elsewhere, whatever it does.
+        is_absent: nobody listens there.
     """
 
-    def __init__(self, why: str, is_untouched: bool = False) -> None:
+    def __init__(self, why: str, is_untouched: bool = False, is_absent: bool = False) -> None:
         super().__init__(why)
         self.is_untouched = is_untouched
+        self.is_absent = is_absent
 
 
 class ConnectionLost(UpstreamFault):

@@ -12,8 +12,12 @@ Of several versions a tenant always gets the same while it is up: the highest of
 tenant and version (draft-ietf-bess-weighted-hrw), so that one that leaves moves its own tenants alone.
 
 Health is asked for once a second: NUM_FAILURES in a row put an upstream out, NUM_SUCCESSES bring it in, with a part of
-its weight that grows over SLOW_START_S. Outcomes of requests eject: NUM_BAD_OUTCOMES in a row, for EJECTION_S, doubled
-each time, and never so many that fewer than half of the pool is left.
+its weight that grows over SLOW_START_S. One at which nobody listens, or that loads or ends, is out at once, until its
+next good probe; one that has too much to do rests while others of its version are there. Outcomes of requests eject:
+NUM_BAD_OUTCOMES in a row, for EJECTION_S, doubled each time, never so many that fewer than half of the pool is left.
+
+A request without an answer waits here again, for another upstream: what was refused, once, within a budget, RETRY_SHARE
+of all requests; what was lost with a connection, once; what was never begun, MAX_MOVES times.
 """
 
 import asyncio
@@ -21,7 +25,7 @@ import logging
 import math
 import ssl
 from bisect import bisect_left
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
@@ -60,7 +64,9 @@ MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same fo
 MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
 JSON: Fields = ((b"content-type", b"application/json"),)
 PROTOCOLS = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}
-RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
+RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests that were refused, and at once
+MAX_MOVES = 8  # of one request
+NOT_OPEN = ("loading", "draining")  # codes of a server of ours that has just begun, or ends
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +83,7 @@ class Upstream:
     num_failures: int = 0  # of requests
     has_been_asked: bool = False  # for its health
     why_out: str = "it has not answered yet"
+    rests_until_s: float = 0.0  # others are asked before it
     connections: list[Connection] = field(default_factory=list)
     _known: dict[int, None] = field(default_factory=dict)  # leading blocks that have gone there, the oldest first
     _num_probed: int = 0  # alike, in a row: above 0 well, below it not
@@ -126,9 +133,11 @@ class Upstream:
 
     def num_new_tokens(self, prompt: "LeadingBlocks") -> int:
         """That it would have to compute of the prompt. If a block is known, so are those before it."""
+        return max(0, prompt.num_tokens - self.num_known(prompt) * prompt.tokens_per_block)
+
+    def num_known(self, prompt: "LeadingBlocks") -> int:
         blocks, known = prompt.hashes, self._known
-        num_known = bisect_left(range(len(blocks)), True, key=lambda i: blocks[i] not in known)
-        return max(0, prompt.num_tokens - num_known * prompt.tokens_per_block)
+        return bisect_left(range(len(blocks)), True, key=lambda i: blocks[i] not in known)
 
     def learn(self, prompt: "LeadingBlocks") -> None:
         known = self._known
@@ -137,6 +146,10 @@ class Upstream:
             known[block] = None
         while len(known) > MAX_KNOWN:
             del known[next(iter(known))]
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._known.pop(block, None)
 
     # Connections.
 
@@ -244,8 +257,16 @@ class Upstream:
                 logger.info("the upstream %s is available", self.shown)
             return
         self._num_probed = min(-1, self._num_probed - 1)
-        if self.is_healthy and self._num_probed > -NUM_FAILURES:
-            return
+        if not self.is_healthy or self._num_probed <= -NUM_FAILURES:
+            self._be_out(why)
+
+    def note_not_open(self, why: str) -> None:
+        """A request has found that it takes none now."""
+        if self.is_healthy:
+            self._be_out(why)
+            self._num_probed = NUM_SUCCESSES - 1
+
+    def _be_out(self, why: str) -> None:
         if why not in self._told and len(self._told) < MAX_CAUSES:
             self._told.add(why)
             logger.warning("the upstream %s is unavailable: %s", self.url, why)
@@ -306,6 +327,8 @@ class Slot:
     granted: asyncio.Future[Upstream]  # its exception is a ServiceError
     upstream: Upstream | None = None
     num_waiting_tokens: int = 0  # that it counts for at its upstream
+    num_known: int = 0  # of its blocks, before it came there
+    failed: Upstream | None = None  # that has not answered it: another is to
 
     def note_begun(self) -> None:
         """Its first token has come."""
@@ -536,8 +559,8 @@ class Pool:
                 slot = max(left, key=lambda one: (one.priority, -self._num_active.get(one.tenant, 0)))
                 upstream = self._choose(slot, now_s)
                 if upstream is None:  # its version has no room: another's turn
-                    full = self.version_of(slot.tenant, now_s)
-                    left = [one for one in left if self.version_of(one.tenant, now_s) != full]
+                    full = slot.failed, self.version_of(slot.tenant, now_s, slot.failed)
+                    left = [one for one in left if (one.failed, self.version_of(one.tenant, now_s, one.failed)) != full]
                     if not left:
                         return
             self._waiting.remove(slot)
@@ -548,6 +571,7 @@ class Pool:
     def _enter(self, slot: Slot, upstream: Upstream) -> None:
         slot.upstream = upstream
         slot.num_waiting_tokens = upstream.num_new_tokens(slot.prompt)
+        slot.num_known = upstream.num_known(slot.prompt)
         upstream.num_waiting_tokens += slot.num_waiting_tokens
         upstream.learn(slot.prompt)
         upstream.num_active += 1
@@ -564,12 +588,12 @@ class Pool:
         if not self._num_active[slot.tenant]:
             del self._num_active[slot.tenant]
 
-    def version_of(self, tenant: str, now_s: float, without: Container[Upstream] = ()) -> str | None:
+    def version_of(self, tenant: str, now_s: float, without: Upstream | None = None) -> str | None:
         """That answers the tenant's requests now."""
         weights = self._version_weights
         if len(weights) == 1:
             return next(iter(weights))
-        up = {one.settings.version for one in self.upstreams if one.takes_requests(now_s) and one not in without}
+        up = {one.settings.version for one in self.upstreams if one.takes_requests(now_s) and one is not without}
 
         def score(version: str | None) -> float:
             digest = sha256(f"{tenant}\0{version}".encode()).digest()
@@ -577,17 +601,17 @@ class Pool:
 
         return max(up, key=score, default=None)
 
-    def _choose(self, slot: Slot, now_s: float, without: Container[Upstream] = ()) -> Upstream | None:
+    def _choose(self, slot: Slot, now_s: float) -> Upstream | None:
         """Where the request's first token comes soonest, in the first region that has room; None: none has."""
-        version = self.version_of(slot.tenant, now_s, without)
-        free = [
-            one
-            for one in self.upstreams
-            if one.settings.version == version
-            and one not in without
-            and one.takes_requests(now_s)
-            and one.num_active < min(self.settings.max_requests, one.most_requests, one.most_streams)
-        ]
+        others = [one for one in self.upstreams if one is not slot.failed and one.takes_requests(now_s)]
+        if not others and slot.failed is not None:  # there is none left but the one that has failed it
+            slot.failed = None
+            return self._choose(slot, now_s)
+        version = self.version_of(slot.tenant, now_s, slot.failed)
+        others = [one for one in others if one.settings.version == version]
+        rested = [one for one in others if now_s >= one.rests_until_s] or others
+        most = self.settings.max_requests
+        free = [one for one in rested if one.num_active < min(most, one.most_requests, one.most_streams)]
         if len(free) <= 1:
             return free[0] if free else None
         region = min((one.settings.region for one in free), key=self._regions.index)
@@ -609,32 +633,48 @@ class Pool:
 
         return cost_of
 
-    def move(self, slot: Slot, takes_same: bool) -> Upstream | None:
-        """Another upstream for a request that has not been answered, at once; None: there is none, or no budget.
+    def move(self, slot: Slot, takes_same: bool, is_refused: bool = False) -> bool:
+        """Let a request that has not been answered wait for another upstream, before what has come since.
 
         Args:
             takes_same: where there is no other, the same one: its connection was lost, or it refused a stream.
+            is_refused: within the budget.
+
+        Returns: False: there is none, or no budget.
         """
-        failed = slot.upstream
+        failed, now_s = slot.upstream, self._loop.time()
         assert failed is not None
-        if self._retries < 1:
-            return None
-        upstream = self._choose(slot, self._loop.time(), without=(failed,))
-        if upstream is None:
-            if not takes_same or failed not in self.upstreams or not failed.is_in(self._loop.time()):
-                return None
-            upstream = failed
-        self._retries -= 1
+        if is_refused and self._retries < 1:
+            return False
+        if not any(one.takes_requests(now_s) and (takes_same or one is not failed) for one in self.upstreams):
+            return False
+        self._retries -= is_refused
         self.num_retries += 1
         self._exit(slot)
-        self._enter(slot, upstream)
-        return upstream
+        failed.forget(slot.prompt.hashes[slot.num_known :])
+        slot.failed, slot.granted = failed, self._loop.create_future()
+        self._waiting.insert(0, slot)
+        self._grant()
+        return True
 
     def note_outcome(self, upstream: Upstream, is_good: bool) -> None:
         """How an upstream has answered a request."""
         now_s = self._loop.time()
         num_out = sum(not one.is_in(now_s) for one in self.upstreams)
-        upstream.note_outcome(is_good, now_s, 2 * (num_out + 1) <= len(self.upstreams))
+        may_eject = upstream.is_in(now_s) and 2 * (num_out + 1) <= len(self.upstreams)
+        upstream.note_outcome(is_good, now_s, may_eject)
+
+    def note_not_open(self, upstream: Upstream, why: str) -> None:
+        """An upstream takes no requests now: it is out until its health is told, if that is asked for."""
+        if upstream in (self._watches or ()):
+            upstream.note_not_open(why)
+
+    def note_overload(self, upstream: Upstream, error: ServiceError) -> None:
+        """An upstream has refused a request, for now."""
+        if error.code in NOT_OPEN:
+            self.note_not_open(upstream, error.message)
+        elif error.code != "deadline_unattainable":  # the request's own
+            upstream.rests_until_s = self._loop.time() + (error.retry_after_s or 0.0)
 
     def _nobody(self) -> ServiceError:
         names = "; ".join(f"{one.url}: {one.why_out or 'it is ejected'}" for one in self.upstreams)

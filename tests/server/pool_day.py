@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -62,9 +62,9 @@ class FakeLoop:
 class RoundRobin(Pool):
     """What is compared with."""
 
-    def _choose(self, slot: Slot, now_s: float, without: Container[Upstream] = ()) -> Upstream | None:
+    def _choose(self, slot: Slot, now_s: float) -> Upstream | None:
         free = [one for one in self.upstreams if one.takes_requests(now_s) and one.num_active < MAX_REQUESTS]
-        free = [one for one in free if one not in without]
+        free = [one for one in free if one is not slot.failed]
         return min(free, key=lambda one: one.num_requests, default=None)
 
 
@@ -211,9 +211,9 @@ class PoolDay:
         for asked in sorted(held, key=lambda one: one.came_s):
             assert asked.slot is not None
             asked.attempt += 1
-            if not asked.has_begun and self.pool.move(asked.slot, takes_same=True) is not None:
+            if not asked.has_begun and self.pool.move(asked.slot, takes_same=True):
                 self.num_moved += 1
-                self._compute(asked)
+                asked.slot.granted.add_done_callback(lambda future, asked=asked: self._granted(asked, future))
             else:
                 self.num_lost += 1
                 self._leave(asked)

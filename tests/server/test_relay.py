@@ -569,7 +569,8 @@ async def test_a_reload_reads_the_tls_files_again_or_all_stays_as_it_was(
 
 def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
     body = orjson.dumps({"error": {"message": "why", "code": "some_code", "param": "n"}})
-    for status, told in {400: 400, 422: 400, 413: 413, 401: 502, 404: 502, 429: 503, 500: 502, 503: 503}.items():
+    given = {400: 400, 422: 400, 413: 413, 401: 502, 404: 502, 429: 503, 500: 502, 503: 503, 529: 503}
+    for status, told in given.items():
         for text in (body, b"", b"[]", b"nonsense", b'{"error":"why"}'):
             assert status_of(refusal_of(AnswerHead(status, ()), text, model("http://h:1"), "big")) == told
 
@@ -989,8 +990,9 @@ _BROKEN = b"HTTP/1.1 500 No\r\ncontent-length: 2\r\n\r\n{}"
         (_LOADING, 64.0, 200),
         (_BROKEN, 64.0, 502),  # it may have done something
         (b"SSH-2.0-nonsense\r\n\r\n", 64.0, 502),
-        (b"", 0.5, 502),
+        (b"", 0.5, 200),
         (_LOADING, 0.5, 503),
+        *((_LOADING.replace(b"503", status), 64.0, 200) for status in (b"401", b"403", b"404", b"429", b"529")),
     ],
 )
 async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | None, budget: float, status: int) -> None:
@@ -1006,6 +1008,65 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             page = (await front.ask(request("GET", "/metrics"))).body.decode()
             assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
             assert f'upstream="big {bad}"}} 1' in page
+
+
+async def test_a_request_that_is_lost_waits_for_another_upstream_before_what_has_come_since() -> None:
+    async with saying(b"") as bad, serving() as good, fronting(model(bad, url_of(good), max_requests=1)) as front:
+        there = {one.upstream: one for one in (front.pool.take_slot(LeadingBlocks(1), 0, "t") for _ in range(2))}
+        first = asyncio.create_task(front.ask(SURFACES["chat"](stream=True)))
+        await wait_until(lambda: front.pool.num_waiting == 1)
+        later = front.pool.take_slot(LeadingBlocks(1), 0, "t")
+        there[front.pool.upstreams[0]].leave()
+        await wait_until(lambda: front.pool.num_retries == 1)
+        assert (front.num_active, front.pool.num_waiting) == ([1, 1], 1)
+        later.leave()
+        there[front.pool.upstreams[1]].leave()
+        assert (await first).events[-1] == "[DONE]"
+        assert front.num_active == [0, 0]
+
+
+@pytest.mark.parametrize("code", ["draining", "loading", None])
+async def test_an_upstream_that_ends_or_does_not_listen_is_out_at_once_and_costs_nobody_a_retry(
+    code: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "PROBE_EVERY_S", 600.0)
+    said = whole({"error": {"message": "not now", "code": code}}, b"503 No")
+    async with (
+        saying(said) as url,
+        serving() as good,
+        fronting(model(url if code else "unix:/nowhere", url_of(good), protocol="h1")) as front,
+    ):
+        bad, other = front.pool.upstreams
+        for _ in range(pool.NUM_SUCCESSES):
+            bad.note_probe(None, 0.0)
+        front.pool._retries = 0.0
+        told = await asyncio.gather(*(front.ask(SURFACES["chat"]()) for _ in range(5)))
+        assert [one.status for one in told] == [200] * 5
+        assert not bad.is_healthy
+        assert bad.why_out.endswith("not now" if code else "No such file or directory")
+        assert (await front.ask(SURFACES["chat"]())).status == 200
+        assert other.num_requests == 6
+
+
+async def test_an_upstream_that_has_too_much_to_do_rests_and_no_prompt_is_taken_to_be_there() -> None:
+    prompt = "x" * 2000
+    async with serving() as good, before(_LOADING.replace(b"503", b"429"), url_of(good)) as front:
+        for _ in range(5):
+            assert (await front.ask(SURFACES["completions"](prompt=prompt, max_tokens=2))).status == 200
+        busy, other = front.pool.upstreams
+        assert (busy.num_requests, busy.num_failures, other.num_requests) == (1, 0, 5)
+        assert (bool(busy._known), bool(other._known)) == (False, True)
+        other.is_healthy = False
+        assert (await front.ask(SURFACES["completions"]())).status == 503
+        assert busy.num_requests == 2  # there is no other
+
+
+async def test_failures_in_a_burst_eject_once() -> None:
+    async with serving() as one, serving() as other, fronting(model(url_of(one), url_of(other))) as front:
+        (upstream, _) = front.pool.upstreams
+        for _ in range(50):
+            front.pool.note_outcome(upstream, False)
+        assert upstream._ejection_s == 2 * pool.EJECTION_S
 
 
 @pytest.mark.parametrize(("said", "asked"), [(_LOADING, 1), (b"", 2)])
@@ -1055,7 +1116,7 @@ async def test_what_an_upstream_refuses_leaves_no_row(
         (_BROKEN, 200, "other"),
         (_LOADING, 200, "other"),
         (b"", 200, "other"),
-        (_LOADING.replace(b"503", b"429"), 200, "other"),
+        *((_LOADING.replace(b"503", one), 200, "other") for one in (b"401", b"403", b"404", b"429", b"529")),
         (_LOADING.replace(b"503", b"400"), 400, None),  # the client's own fault
         (None, 200, "other"),
         (whole(b"<html>"), 200, "other"),
@@ -1079,6 +1140,14 @@ async def test_fallbacks_answer_before_the_first_byte_and_a_header_tells(
                 if status == 200:
                     assert b'"model":"big"' in answer.body
             assert front.num_active == [0, 0, 0]
+
+
+@pytest.mark.parametrize("status", [b"401", b"403", b"404"])
+async def test_an_upstream_that_refuses_our_key_or_knows_no_such_model_is_ejected(status: bytes) -> None:
+    async with serving() as good, before(_LOADING.replace(b"503", status), url_of(good)) as front:
+        told = [(await front.ask(SURFACES["chat"]())).status for _ in range(12)]
+        assert told == [200] * 12
+        assert pool.NUM_BAD_OUTCOMES <= front.pool.upstreams[0].num_failures < 12
 
 
 @pytest.mark.parametrize(("said", "stream"), [(_BROKEN, False), (whole(b'data: {"error":"no"}\n\n'), True)])
