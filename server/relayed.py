@@ -456,6 +456,8 @@ class UpstreamAnswer:
         if data == b"[DONE]":
             self.is_done = True
             return Part()
+        if data == b"null":  # llama-server's first event, of several prompts
+            return Part()
         if name is None and (part := self._read_shaped(data)) is not None:
             return part
         message = _decoded(data, _read_message)

@@ -640,9 +640,10 @@ _MIXED_ENDS = b"".join(_chunk(delta={}, finish_reason=one)[:-1] + b"\r\n" for on
         (_HEAD + b'data: {"choices":' + b"[" * 5_000 + b"\n\n", "upstream_error"),
         (_HEAD + b"\xef\xbb\xbf" + _chunk(delta={"content": "a"}, finish_reason="bom"), "bom"),
         (_HEAD + _MIXED_ENDS, "mixed"),
+        (_HEAD + b"data: null\n\n" + _chunk(delta={}, finish_reason="null"), "null"),
         (_HEAD + b'data: {"choices":null,"usage":"none"}\n\n' + _chunk(delta={}, finish_reason="null"), "null"),
     ],
-    ids=range(25),
+    ids=range(26),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async with before(said, speaks={"ends": True}, health="/health") as front:
