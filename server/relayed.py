@@ -225,6 +225,10 @@ class _Choice(msgspec.Struct, frozen=True):
         return [self.text, *said] if self.text else said
 
     @property
+    def num_text_bytes(self) -> int:
+        return sum(len(one.encode("utf-8", "replace")) for one in self.said if isinstance(one, str))
+
+    @property
     def reason(self) -> FinishReason:
         return REASONS.get(self.finish_reason or "", FinishReason.STOP)
 
@@ -346,7 +350,10 @@ class UpstreamAnswer:
         self._num_bytes = self._num_pieces = self._num_parts = self._num_empty = 0
         self._most_parts = asked.most_tokens * asked.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS
         self._num_held = 0  # bytes of parts that wait for the end
-        self._num_texts = self._num_text_bytes = 0
+        self._num_texts = 0
+        self._sizes: list[
+            tuple[int, bool]
+        ] = []  # of a document's choices: bytes of text, and whether its length ended it
         self._shape: _Shape | None = None  # of the next event, probably
         self._num_shapes = self._num_shaped = 0  # and events that had them
         self._counts: dict[str, Any] = {}  # as they have been told
@@ -395,16 +402,15 @@ class UpstreamAnswer:
         data, self.body = bytes(self.body), bytearray()  # which may be no answer
         message = _decoded(data, _read_message)
         choices = message.choices or []
-        ends, num_bytes = {0: message.finish_reason}, [len(data)]
+        ends, sizes = {0: message.finish_reason}, [(len(data), False)]
         if self._form == "chunks":
             self._texts_of(choices)
             ends = {one.index or 0: one.reason for one in choices}
-            texts = ["".join(text for text in one.said if isinstance(text, str)) for one in choices]
-            num_bytes = [len(one.encode("utf-8", "replace")) for one in texts]
+            sizes = [(one.num_text_bytes, one.reason is FinishReason.LENGTH) for one in choices]
         if message.error is not None or not ends:
             raise UpstreamFault("its answer is not of the kind that was asked for")
         self.body += data
-        self._num_texts, self._num_text_bytes = sum(map(bool, num_bytes)), sum(num_bytes)
+        self._num_texts, self._sizes = sum(size > 0 for size, _ in sizes), sizes
         self._note_usage(message, data)
         renamed, shown_fields = self._renamed(data), self._asked.shown_fields
         if shown_fields is not None:
@@ -436,12 +442,10 @@ class UpstreamAnswer:
         """
         if self._is_trusted:
             return told
-        asked, num_seen, num_bytes = self._asked, self._num_texts, self._num_text_bytes
-        least_prompt = least = 0
-        is_of_first = told.num_completion_tokens < max(num_seen, num_bytes // MOST_BYTES_PER_TOKEN)
-        if is_of_first and self._call.num_sequences > 1 and not self._call.echo:
-            least_prompt = asked.prompt.num_tokens if asked.num_prompts > 1 else 0
-            least = min(max(num_seen, num_bytes // BYTES_PER_TOKEN), asked.most_tokens * self._call.num_sequences)
+        asked, least_prompt, least = self._asked, 0, 0
+        if self._call.num_sequences > 1 and not self._call.echo:
+            least = min(self._least_of_choices(told), asked.most_tokens * self._call.num_sequences)
+            least_prompt = asked.prompt.num_tokens if least and asked.num_prompts > 1 else 0
         most_prompt, most = len(asked.body) + UNSEEN_TOKENS, self._num_bytes + UNSEEN_TOKENS
         if asked.context < MANY_TOKENS and self._form != "document":  # which has any number of inputs
             most_prompt = asked.context * asked.num_computed
@@ -450,6 +454,22 @@ class UpstreamAnswer:
         prompt = min(max(told.num_prompt_tokens, least_prompt), most_prompt)
         completion = min(max(told.num_completion_tokens, least), most)
         return Usage(prompt, completion, min(told.num_cached_tokens, prompt), min(told.num_thought_tokens, completion))
+
+    def _least_of_choices(self, told: Usage) -> int:
+        """The tokens of several choices, if `told` cannot be of all of them: then it is of the first. 0: it can be.
+
+        A document's choice that its length has ended has as many as it may have; another, as many a byte as the first.
+        """
+        num_told, sizes = told.num_completion_tokens, self._sizes
+        full = max(1, min(self._asked.most_tokens, self._asked.context - told.num_prompt_tokens))
+
+        def num_tokens(rate: float) -> list[int]:
+            return [full if is_full and size >= full else min(full, round(size * rate)) for size, is_full in sizes]
+
+        if num_told >= max(self._num_texts, sum(num_tokens(1 / MOST_BYTES_PER_TOKEN))):
+            return 0
+        rate = num_told / sizes[0][0] if num_told and sizes and sizes[0][0] else 1 / BYTES_PER_TOKEN
+        return max(self._num_texts, num_told + sum(num_tokens(rate)[1:]))
 
     def _read(self, name: bytes | None, data: bytes) -> Part:
         """An event, or a line."""

@@ -1442,7 +1442,7 @@ _FOUR = {"prompt": ["x" * 300] * 4}
         ({"max_tokens": 5}, {"trusted": True}, 1, (20, 900), (20, 900)),
         # Of several answers, no less than has come
         (_FOUR | {"max_tokens": 30}, {}, 24, (100, 30), (400, 120)),  # as llama-server tells
-        (_FOUR | {"max_tokens": 100}, {}, 24, (100, 30), (400, 160)),
+        (_FOUR | {"max_tokens": 100}, {}, 24, (100, 30), (400, 120)),
         (_FOUR | {"max_tokens": 30}, {}, 24, (300, 90), (300, 90)),
         (_FOUR | {"max_tokens": 30, "echo": True}, {}, 24, (300, 3), (300, 3)),
         (_LONG | {"n": 4, "max_tokens": 30}, {}, 24, (90, 30), (90, 120)),
@@ -1473,6 +1473,28 @@ async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
     (row,) = rows(tmp_path / "ledger.db")
     assert (row.prompt_tokens, row.completion_tokens) == billed
     assert (answer.usage["prompt_tokens"], answer.usage["completion_tokens"]) == billed
+
+
+@pytest.mark.parametrize(
+    ("of_model", "ends", "told", "billed"),
+    [
+        ({}, ("length", "length"), 40, 80),  # of the first alone, as llama-server tells
+        ({}, ("length", "stop"), 40, 80),
+        ({}, ("stop", "length"), 38, 78),
+        ({}, ("length", "length"), 80, 80),
+        ({}, ("stop", "stop"), 75, 75),
+        ({"max_model_len": 100}, ("length", "length"), 20, 20),  # the context was full
+        ({"trusted": True}, ("length", "length"), 40, 40),
+    ],
+)
+async def test_of_two_answers_one_that_its_length_has_ended_has_as_many_tokens_as_it_may(
+    of_model: dict[str, Any], ends: tuple[str, str], told: int, billed: int
+) -> None:
+    choices = [{"index": i, "text": "qcj bys" * 20, "finish_reason": end} for i, end in enumerate(ends)]
+    usage = {"prompt_tokens": 90, "completion_tokens": told}
+    async with before(whole({"choices": choices, "usage": usage}), **of_model) as front:
+        answer = await front.ask(SURFACES["completions"](max_tokens=40, n=2))
+    assert answer.usage["completion_tokens"] == billed
 
 
 async def test_a_stream_of_counts_alone_that_fails_is_not_billed(tmp_path: Path) -> None:
