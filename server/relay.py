@@ -25,9 +25,9 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Cost, FinishReason, SamplingParams, Usage
-from server.api import ollama
+from server.api import completions, ollama
 from server.api.decoding import convert, parse_object
-from server.api.fields import GenerationCall, RequestLimits, TokenWishes, check_range
+from server.api.fields import MOST_MAX_TOKENS, GenerationCall, RequestLimits, TokenWishes, check_range
 from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
 from server.clock import Clock, DeadlineTimer
@@ -204,7 +204,10 @@ class Relay:
         check_range("n", n, 1, self._limits.num_choices)
         if num_prompts > most_prompts:
             raise InvalidRequest(f"prompt must have at most {most_prompts} texts or lists of ids.", "prompt")
-        max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
+        max_tokens = asked.max_completion_tokens or asked.max_output_tokens or asked.max_tokens
+        max_tokens = MANY_TOKENS if max_tokens is None else max_tokens
+        is_echo = passage is PASSAGES[completions.SURFACE] and bool(fields.get("echo"))
+        check_range("max_tokens", max_tokens, 0 if is_echo else 1, MOST_MAX_TOKENS)  # 0: its prompt's logprobs alone
         name, is_stream, form = asked.model or self.pool.settings.name, bool(asked.stream), passage.form
         if passage.is_parts:
             num_predict = (asked.options or {}).get("num_predict") if form == "lines" else fields.get("n_predict")

@@ -18,7 +18,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import LOWEST_CLASS, TOP_CLASS, Delta, FinishReason, Usage
 from server.api import chat, completions, embeddings, llama_server, messages, ollama, responses, scores
 from server.api.decoding import parse_object
-from server.api.fields import GenerationCall, MaxTokens
+from server.api.fields import MOST_MAX_TOKENS, GenerationCall, MaxTokens
 from server.api.replies import Extras, ReplyContext, error_event, usage_object
 from server.gate.tenants import LOCAL_NAME, DeadlineTable, OwnDeadlineExceeded, Tenant
 from server.gate.text_rules import rule_book
@@ -104,7 +104,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     best_of: int | None = None
     beam_width: int | None = None
-    max_tokens: MaxTokens | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_MAX_TOKENS)] | None = None
     max_completion_tokens: MaxTokens | None = None
     max_output_tokens: MaxTokens | None = None
     priority: Annotated[int, msgspec.Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
@@ -151,8 +151,8 @@ class Passed:
 
     @property
     def most_tokens(self) -> int:
-        """Of each answer."""
-        return min(self.call.sampling.max_tokens, self.context)
+        """Of each answer; of one without tokens beside its prompt, what its upstream makes of that."""
+        return min(self.call.sampling.max_tokens or (MANY_TOKENS if self.call.echo else 0), self.context)
 
 
 def checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], int]:

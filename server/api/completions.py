@@ -10,6 +10,7 @@ from core.errors import InvalidRequest
 from core.types import Delta, TokenLogprobs, Usage
 from server.api.decoding import decode
 from server.api.fields import (
+    MOST_MAX_TOKENS,
     ChoiceFields,
     DefaultsOf,
     GenerationCall,
@@ -51,7 +52,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 class CompletionBody(ChoiceFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    max_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MOST_MAX_TOKENS)] | None = None
     logprobs: NumLikely | None = None
     echo: bool | None = None
     best_of: NumChoices | None = None

@@ -277,7 +277,8 @@ _Pairs = Annotated[list[_Pair], Meta(extra_json_schema={LIMIT: "num_logit_biases
 _WideBiases = Annotated[dict[str, float | bool], Meta(extra_json_schema={LIMIT: "num_logit_biases"})]
 _SEED = {"minimum": -(2**63), "maximum": 2**64 - 1}  # beyond what Meta holds
 ModelName = Annotated[str, Meta(min_length=1)]
-MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+MOST_MAX_TOKENS = 2**63 - 1
+MaxTokens = Annotated[int, Meta(ge=1, le=MOST_MAX_TOKENS)]
 LastTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # how many; -1: all
 _Breaker = Annotated[str, Meta(min_length=1, max_length=40)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # the detokenizer holds back that much

@@ -134,6 +134,16 @@ async def test_bad_fields_are_refused_with_their_path(
         assert (answer.status, error["param"], error["code"]) == (status, param, code), error
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_a_prompts_logprobs_alone_pass(trusted: bool) -> None:
+    async with relaying(trusted=trusted) as gateway:
+        fields = {"max_tokens": 0, "logprobs": 1, "prompt": "one step"}
+        answer = await gateway.ask(SURFACES["completions"](**fields, echo=True))
+        assert (answer.status, answer.text(), answer.usage["completion_tokens"]) == (200, "one step", 0)
+        refused = await gateway.ask(SURFACES["completions"](**fields))
+        assert (refused.status, refused.json["error"]["param"]) == (400, "max_tokens")
+
+
 async def test_all_models_are_listed_and_each_request_goes_to_its_own() -> None:
     async with relaying(1, True, aliases=("gpt-4o-mini",)) as gateway:
         listed = await gateway.ask(request("GET", "/v1/models"))
