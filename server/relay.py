@@ -193,6 +193,7 @@ class Relay:
             num_computed=num_computed,
             keep_alive_s=keep_alive_asked(asked.keep_alive) if is_lines else None,
             shown_fields=shown_fields,
+            last_fields=frozenset(("context", "timings") if asked.timings else ("context",)),
         )
 
     def _call(self, asked: Asked, fields: dict[str, Any], passage: Passage) -> tuple[GenerationCall, int, int]:

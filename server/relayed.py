@@ -129,6 +129,7 @@ class Passed:
         num_computed: answers, of which call.num_sequences are shown.
         keep_alive_s: as Ollama's clients ask.
         shown_fields: response_fields of /infill, applied here: the whole answer has the usage.
+        last_fields: for which a stream's last chunk passes, if its usage does not.
     """
 
     call: GenerationCall
@@ -141,6 +142,7 @@ class Passed:
     num_computed: int = 1
     keep_alive_s: float | None = None
     shown_fields: list[str] | None = None
+    last_fields: frozenset[str] = frozenset()
     prompts: tuple[tuple[int, ...], ...] = ()
     table: None = None
     continues_text: bool = False
@@ -486,7 +488,8 @@ class UpstreamAnswer:
         if message.usage is not None or self._form != "chunks":
             self._note_usage(message, data)
         event_name = None if name is None else name.decode("ascii", "ignore")
-        renamed = self._renamed(data, hides_usage=bool(message.choices) and not self._call.tokens.counts_usage)
+        shows_usage = self._call.tokens.counts_usage if message.choices else self._call.includes_usage
+        renamed = self._renamed(data, hides_usage=self._form == "chunks" and not shows_usage)
         framed = renamed + b"\n" if self._form == "lines" else sse.event(renamed, event_name)
         if self._asked.passage.is_parts:
             self.is_done = message.done or message.stop is True
@@ -501,7 +504,9 @@ class UpstreamAnswer:
             if texts and not ends and name is None and message.usage is None:
                 self._learn_shape(data, message.choices[0].said)
             return Part(data=framed, texts=texts, ends=ends)
-        if message.usage is not None and not self._call.includes_usage:
+        if message.usage is not None and not (
+            self._call.includes_usage or self._asked.last_fields & _read_fields(data).keys()
+        ):
             return Part()
         return Part(data=framed, is_last=message.usage is not None)
 

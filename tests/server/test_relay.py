@@ -935,6 +935,31 @@ async def test_usage_beside_the_last_choice_is_shown_once_to_those_who_ask(
     assert [one["completion_tokens"] for one in told] == counts
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({}, set()), ({"timings": True}, {"timings"}), ({"context_policy": "drop_oldest_turns"}, {"context"})],
+)
+async def test_the_last_chunk_has_what_was_asked_for_and_its_usage_if_that_was(
+    fields: dict[str, Any], told: set[str]
+) -> None:
+    async with relaying() as gateway:
+        for shown in (set(), {"usage"}):
+            options = {"stream_options": {"include_usage": True}} if shown else {}
+            answer = await gateway.ask(SURFACES["chat"](stream=True, **fields, **options))
+            chunks = [one for one in answer.events if one != "[DONE]" and not one["choices"]]
+            assert [{"timings", "context", "usage"} & {name for name in one if one[name]} for one in chunks] == (
+                [told | shown] if told | shown else []
+            )
+
+
+async def test_what_nobody_asked_for_beside_usage_makes_no_chunk() -> None:
+    last = {"choices": [], "usage": {"completion_tokens": 1}, "timings": {"predicted_n": 1}}
+    said = _ANSWER + b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(last)
+    async with before(said) as front:
+        answer = await front.ask(SURFACES["chat"](stream=True))
+    assert all(one == "[DONE]" or one["choices"] for one in answer.events)
+
+
 _SETTINGS = raw_http2.settings()
 _HEAD_3 = raw_http2.headers(FieldEncoder().encode([(b":status", b"200")]), raw_http2.END_HEADERS, 3)
 
