@@ -4,7 +4,7 @@
     client ◀─ its output ◀─ RelayHandle ◀─ server/relayed.py: an answer's parts ◀─┘
 
 The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream`,
-`stream_options` and `priority` are rewritten, and `cache_salt` for upstreams of our own.
+`stream_options` and `priority` are rewritten, and `cache_salt`, `priority` and `deadlines` for upstreams of our own.
 
 Tokens are those of the upstream's usage. Until it comes, a prompt counts by the model's tokenizer if it is here, as a
 third of its bytes otherwise, and an event with text as a token: that is what is billed of an answer that is broken off.
@@ -14,7 +14,7 @@ of what is no answer. Where the upstreams are not our own, that bounds what they
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from server.engine_client import NOT_YET, DeltaSink, LoopWork, SequenceProgress
 from server.gate.admission import Admission
 from server.gate.identity import Caller
 from server.gate.quota import NEVER
-from server.gate.tenants import ANY_TIME, Deadlines, Tenant
+from server.gate.tenants import ANY_TIME, Deadlines, OwnDeadlineExceeded, Tenant
 from server.observing.accounting import HOPS, current_hops, current_trace
 from server.observing.timing import Stage, StageMarks
 from server.relayed import (
@@ -69,6 +69,7 @@ from server.upstream.pool import (
     leading_blocks,
     leading_token_blocks,
 )
+from server.wire import sse
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +172,9 @@ class Relay:
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
         if not call.is_stream and passage.form in ("chunks", "names"):
             fields["stream"] = False  # transformers streams responses by default
+        sent = {name: one for name in ("priority", "deadlines") if (one := fields.pop(name, None)) is not None}
         if asked.priority is not None:
-            fields["priority"] = tenant.priority_of(asked.priority)
+            sent["priority"] = tenant.priority_of(asked.priority)
         fields.pop("resumable", None)  # this server keeps the stream
         salts = salts_of(tenant, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
@@ -193,6 +195,7 @@ class Relay:
             num_computed=num_computed,
             keep_alive_s=keep_alive_asked(asked.keep_alive) if is_lines else None,
             shown_fields=shown_fields,
+            sent=sent,
             last_fields=frozenset(("context", "timings") if asked.timings else ("context",)),
         )
 
@@ -349,6 +352,7 @@ class RelayHandle:
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._has_passed = False  # something of an answer, to its owner
         self._loop = asyncio.get_running_loop()
+        self._begun_s = self._loop.time()
         self._sent_s = self._heard_s = 0.0  # when something of the answer came last, or could have
         self._task: asyncio.Task[None] | None = None  # waits for a connection, or for what was used until a cancel
         self._late: asyncio.Task[None] | None = None  # asks how a document goes whose deadline has passed
@@ -458,11 +462,20 @@ class RelayHandle:
         self.sink.on_upstream(self._upstream.shown, None if pool is self._relay.pool else pool.settings.name)
         self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._sent_s)
         self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, self._sent_s)
-        outgoing = Outgoing(b"POST", self._passage.path, self.request.fields, self._body)
+        outgoing = Outgoing(b"POST", self._passage.path, self.request.fields, sse.with_fields(self._body, self._told()))
         self._exchange = connection.http.send(pool.addressed(outgoing, self._upstream), self)
         if self._is_paused:
             self._exchange.pause()
         self._hear()
+
+    def _told(self) -> Mapping[str, Any]:
+        """The class and the deadlines, for the upstream: one of our own knows no tenants."""
+        request, is_own_class = self.request, self._passage.form == "document" and self._call.priority is None
+        if not self._pool.settings.trusted:
+            return request.passed.sent
+        left = request.deadlines.left_after(int(1e3 * (self._sent_s - self._begun_s)) / 1e3)
+        told = {"priority": None if is_own_class else request.priority, "deadlines": left or None}
+        return {name: one for name, one in told.items() if one is not None}
 
     def _lose(self, fault: UpstreamFault) -> None:
         """No answer has come. It is asked again only if the upstream has not begun, or its connection was lost."""
@@ -474,6 +487,8 @@ class RelayHandle:
 
     def _be_refused(self, head: AnswerHead) -> None:
         error = refusal_of(head, bytes(self._answer.body), self._pool.settings, self._call.model)
+        if error.kind is ErrorKind.DEADLINE_EXCEEDED and not self.request.deadlines.asked:  # its tenant's, told there
+            error = OwnDeadlineExceeded(error.kind, error.message, error.code)
         is_fault, is_overload = error.kind is ErrorKind.UPSTREAM, error.kind is ErrorKind.UNAVAILABLE
         self._pool.note_outcome(self._upstream, not is_fault)
         if is_overload:

@@ -8,7 +8,7 @@ Its id and model become ours. All else passes as it came, comments between event
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -129,6 +129,7 @@ class Passed:
         num_computed: answers, of which call.num_sequences are shown.
         keep_alive_s: as Ollama's clients ask.
         shown_fields: response_fields of /infill, applied here: the whole answer has the usage.
+        sent: of its class and deadlines, as upstreams that are not our own get them.
         last_fields: for which a stream's last chunk passes, if its usage does not.
     """
 
@@ -143,6 +144,7 @@ class Passed:
     keep_alive_s: float | None = None
     shown_fields: list[str] | None = None
     last_fields: frozenset[str] = frozenset()
+    sent: Mapping[str, Any] = field(default_factory=dict)
     prompts: tuple[tuple[int, ...], ...] = ()
     table: None = None
     continues_text: bool = False

@@ -16,16 +16,16 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_740, 36),
+    "server": (14_760, 36),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
     "server/commands": (2360, 13),
-    "server/gate": (2870, 8),
+    "server/gate": (2875, 8),
     "server/ledger": (2035, 7),
     "server/listening": (1240, 5),
     "server/observing": (2650, 10),
     "server/upstream": (1690, 6),
-    "server/wire": (4905, 15),
+    "server/wire": (4910, 15),
     "core": (18_820, 46),
     "gpu": (12_725, 37),
     "gpu/cpu_kernels": (5365, 14),

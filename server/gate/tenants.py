@@ -94,6 +94,15 @@ class Deadlines:
         shorter = frozenset(name for name in names if math.inf > getattr(asked, name) <= getattr(self, name))
         return Deadlines(asked=shorter, **{name: min(getattr(self, name), getattr(asked, name)) for name in names})
 
+    def left_after(self, used_s: float) -> dict[str, int]:
+        """As a request sets them, once some of the time has been used."""
+        left_s = {
+            "ttft_ms": self.ttft_s - used_s,
+            "inter_token_ms": self.inter_token_s,
+            "total_ms": self.total_s - used_s,
+        }
+        return {name: max(1, round(1e3 * one)) for name, one in left_s.items() if one < math.inf}
+
     def exceeded(self, name: str, is_callers_fault: bool = False) -> ServiceError:
         """The error for a request that has passed the deadline of this name."""
         what = {

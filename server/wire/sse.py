@@ -6,6 +6,7 @@ U+0085 are escaped too: JSON allows them, but clients that split lines by Unicod
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -70,6 +71,11 @@ def json_line(value: Any) -> bytes:
         for bare, escaped in _SEPARATORS:
             line = line.replace(bare, escaped)
     return line
+
+
+def with_fields(line: bytes, fields: Mapping[str, Any]) -> bytes:
+    """A JSON object that has fields, with others."""
+    return line[:-1] + b"," + json_line(fields)[1:] if fields else line
 
 
 def _without_surrogates(text: str) -> str:

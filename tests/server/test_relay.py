@@ -28,7 +28,7 @@ from server.api import completions
 from server.api.fields import GenerationCall, PoolingStyle
 from server.api.replies import status_of
 from server.config import ServerConfig
-from server.gate.tenants import LOCAL_NAME, Limits, Tenant
+from server.gate.tenants import CLASSES, LOCAL_NAME, Deadlines, DeadlineTable, Limits, Tenant
 from server.gate.text_rules import TextRule
 from server.generation import Generation
 from server.ledger.store import RowState
@@ -38,7 +38,7 @@ from server.process import Server
 from server.relay import Relay, RelayHandle
 from server.relayed import PASSAGES, Part, Passage, Passed, UpstreamAnswer, refusal_of
 from server.upstream import pool
-from server.upstream.exchange import AnswerHead, UpstreamFault
+from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import ModelSettings, UpstreamSettings
 from server.wire.http2_frames import FRAME_HEADER, HEADERS, PREFACE
@@ -307,6 +307,40 @@ async def test_a_gateway_describes_itself_and_has_no_tokenizer() -> None:
         assert (await both.ask(request("GET", "/server_info"))).json["served_model_name"] == MODEL
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_class_and_deadlines_of_the_tenant_go_to_upstreams_of_our_own_alone(
+    trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    addressed = pool.Pool.addressed
+
+    def recorded(self: pool.Pool, outgoing: Outgoing, upstream: pool.Upstream) -> Outgoing:
+        bodies.extend([orjson.loads(outgoing.body)] if outgoing.body else [])
+        return addressed(self, outgoing, upstream)
+
+    monkeypatch.setattr(pool.Pool, "addressed", recorded)
+    deadlines = DeadlineTable(ttft_ms=20_000, total_ms=30_000)
+    tenant = keyed_tenant("acme", tenant_class="interactive", deadlines=deadlines)
+    own = {"total_ms": 9_000, "inter_token_ms": 50_000}
+    async with relaying(trusted=trusted, config={"tenants": (tenant,)}) as gateway:
+        for fields in ({}, {"priority": 0, "deadlines": own}, {"priority": None, "deadlines": None}):
+            assert (await gateway.ask(as_caller(SURFACES["chat"](**fields), "acme"))).status == 200
+    told = [(one.get("priority"), one.get("deadlines")) for one in bodies]
+    if not trusted:
+        assert told == [(None, None), (0, own), (None, None)]
+        return
+    assert [priority for priority, _ in told] == [CLASSES["interactive"], 0, CLASSES["interactive"]]
+    both = [{"ttft_ms": 20_000, "total_ms": 30_000}, {"ttft_ms": 20_000} | own]
+    for (_, left), all_of_it in zip(told, [*both, both[0]], strict=True):
+        assert left.keys() == all_of_it.keys()
+        assert all(all_of_it[name] - 5_000 < left[name] <= all_of_it[name] for name in left)
+
+
+def test_what_is_left_of_deadlines_is_never_nothing() -> None:
+    assert Deadlines(ttft_s=2.0, inter_token_s=1.0).left_after(0.5) == {"ttft_ms": 1500, "inter_token_ms": 1000}
+    assert Deadlines(total_s=2.0).left_after(3.0) == {"total_ms": 1}
+
+
 async def test_the_trace_goes_on_at_the_upstream() -> None:
     async with relaying() as gateway:
         seen: list[Any] = []
@@ -383,10 +417,8 @@ async def test_a_body_goes_out_with_its_tenants_salt_and_class() -> None:
 
         def sent(reader: Any, tenant: str) -> dict[str, Any]:
             marks = StageMarks(lambda: 0.0)
-            fields: dict[str, Any] = orjson.loads(
-                reader.prepare(chat_api.SURFACE, body, Tenant(name=tenant), marks).body
-            )
-            return fields
+            prepared = reader.prepare(chat_api.SURFACE, body, Tenant(name=tenant), marks)
+            return {**orjson.loads(prepared.body), **prepared.sent}
 
         told = {
             "model": MODEL,
