@@ -168,14 +168,14 @@ def checked_prompt(fields: dict[str, Any], tenant: Tenant) -> tuple[list[str], i
             " Use another model, or ask the operator."
         )
         raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
-    all_texts, num_ids = list[str](), 0
+    all_texts, num_ids, num_bytes = list[str](), 0, 0
     for name in [one for one in PROMPT_FIELDS if one in fields]:
         leaves = list(_leaves(fields[name]))
         texts = [one for one in leaves if isinstance(one, str)]
         num_ids += len(leaves) - len(texts)
         rules.check_prompt(texts, name)
         all_texts += texts
-    num_bytes = sum(len(one.encode("utf-8", "replace")) for one in all_texts if not one.startswith("data:"))
+        num_bytes += sum(len(one.encode("utf-8", "replace")) for one in texts) - sum(map(len, _images(fields[name])))
     return all_texts, max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
 
 
@@ -208,6 +208,18 @@ def _leaves(value: Any) -> Iterator[str | int]:
         for one in value.values() if isinstance(value, dict) else value:
             yield from _leaves(one)
     elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        yield value
+
+
+def _images(value: Any, name: str = "") -> Iterator[str]:
+    """The data URLs that are a body's images: what an image counts for is the model's."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _images(one, key)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _images(one, name)
+    elif isinstance(value, str) and name in ("url", "image_url") and _is_data_url(value):
         yield value
 
 
@@ -279,6 +291,7 @@ T = TypeVar("T")
 # Of a chunk of one choice's text: the upstream's bytes around the text, ours, and the choice
 _Shape = tuple[bytes, bytes, bytes, bytes, tuple[int, ...]]
 PROBE = "Another text, of no upstream's."
+_is_data_url = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[\w+/=-]*", re.ASCII).fullmatch
 _is_plain = re.compile(rb'[^"\\\x00-\x1f]*').fullmatch
 _encode = msgspec.json.encode
 _NULL = msgspec.Raw(b"null")

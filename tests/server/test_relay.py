@@ -288,6 +288,23 @@ async def test_text_rules_hold_or_the_request_is_refused(rule: TextRule, status:
                 assert answer.json["error"]["code"] == code
 
 
+@pytest.mark.parametrize(
+    ("content", "counts"),
+    [
+        ("data: " + "word " * 300, True),
+        ("data:image/png;base64," + "A" * 1500, True),  # a text
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1500}}], False),
+        ([{"type": "input_image", "image_url": "data:image/svg+xml;base64," + "A" * 1500}], False),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "one word " * 200}}], True),
+        ([{"type": "image_url", "image_url": {"url": "data:" + "A" * 1500}}], True),
+    ],
+)
+def test_of_a_prompt_all_but_images_is_reserved(content: Any, counts: bool) -> None:
+    fields = {"messages": [{"role": "user", "content": content}]}
+    _, num_tokens = relayed.checked_prompt(fields, Tenant(name="acme"))
+    assert (num_tokens > 500) == counts
+
+
 async def test_a_gateway_describes_itself_and_has_no_tokenizer() -> None:
     async with relaying() as gateway, relaying(1, True) as both:
         for path, status in {
@@ -395,7 +412,7 @@ async def test_an_upstream_is_told_that_an_answer_is_not_streamed(surface: Any) 
 async def test_without_a_tokenizer_a_prompt_reserves_a_third_of_its_bytes_and_ids_as_they_are() -> None:
     async with fronting(model("unix:/nowhere")) as front:
         relay = front.relay
-        image = {"type": "image_url", "image_url": {"url": "data:" + "a" * 999}}
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "a" * 999}}
         for surface, body, num_tokens in (
             (completions.SURFACE, {"prompt": "x" * 300}, 100),
             (completions.SURFACE, {"prompt": "é" * 300}, 200),
