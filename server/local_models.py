@@ -726,6 +726,7 @@ class LocalModels:
                     timer.cancel()
             if model.state in (ModelState.AWAKE, ModelState.LOADING):
                 self._end(model)
-        await self._wait_ends(END_S, lambda: not all(one.is_asleep for one in self._all))
+        limit_s = END_S if self._processes.is_ready else 0.0  # none has begun
+        await self._wait_ends(limit_s, lambda: not all(one.is_asleep for one in self._all))
         self._turn_timer.cancel()
         await self._processes.close()

@@ -188,11 +188,12 @@ class Processes:
             self._server.kill()
 
     async def close(self) -> None:
-        """End the fork server, and with it what is left of its processes and the directory."""
+        """End the fork server at once, also while it compiles, and with it what is left of its processes."""
         for serial in list(self._notices):
             self.forget(serial)
         self._hang_up()
         if self._server is not None:
+            self._server.kill()
             await self._loop.run_in_executor(None, self._server.wait)
         shutil.rmtree(self.home, ignore_errors=True)  # where it was killed
 

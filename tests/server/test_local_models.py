@@ -5,15 +5,17 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.errors import ServiceError, StartupError
-from server import engine_loader
+from server import engine_loader, own_processes
 from server.config import ServerConfig
 from server.engine_loader import DEMO_DIRECTORY, keep_files, local_plan
 from server.fork_server import _refusal, preload
@@ -414,6 +416,27 @@ def test_a_fork_server_starts_on_a_cpu_that_lacks_the_kernels_instructions(
     (tmp_path / "kernels_of_other_cpus.py").write_text("raise RuntimeError('this kernel needs a CPU with avx512_bf16')")
     monkeypatch.syspath_prepend(tmp_path)
     preload(["no_such_extra", "kernels_of_other_cpus", "stat"])
+
+
+def test_a_fork_server_that_compiles_kernels_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_busy(module: str, passed: int, *arguments: Any, **of_process: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "infinity"], pass_fds=(passed,), **of_process)
+
+    monkeypatch.setattr(own_processes, "start_module", start_busy)
+
+    async def end() -> None:
+        loop = asyncio.get_running_loop()
+        processes = Processes(tmp_path / "home", loop)
+        models = LocalModels(listed({"a": "/m"}), processes, loop)
+        models.start()
+        models.models["a"].state = ModelState.LOADING
+        server = processes._server
+        await models.close()
+        assert server is not None
+        assert server.returncode == -signal.SIGKILL
+        assert not processes.home.exists()
+
+    asyncio.run(end())
 
 
 def test_an_order_to_a_fork_server_that_has_just_ended_is_lost_with_it(tmp_path: Path) -> None:
