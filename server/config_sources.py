@@ -164,7 +164,8 @@ def _own_model(config: ServerConfig, model: ModelSettings, path: Path | None) ->
             f"the model {model.name!r} in {path} has the setting {unknown[0]!r}{did_you_mean(unknown[0], _OF_MODELS)}"
         )
         raise StartupError(cause, known, ExitCode.CONFIGURATION)
-    settings = {name: one.value for name, one in _from_file(model.settings, path or Path()).items()}
+    given = model.settings if model.max_model_len is None else {"max_model_len": model.max_model_len} | model.settings
+    settings = {name: one.value for name, one in _from_file(given, path or Path()).items()}
     settings["loras"] = tuple(_adapter(name, str(at), path) for name, at in model.adapters.items())
     process = config.process_of(model, source, settings)
     process.to_engine_config()  # refuses contradictions

@@ -31,7 +31,7 @@ _PATH = re.compile(r"/[!-~]*")
 _TIMES = 'a time such as "10m", 0 (end at once) or -1 (stay)'
 ELSEWHERE = (
     *("tokenizer", "protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted"),
-    "silence_timeout",
+    *("silence_timeout", "health"),
 )
 SILENCE_S = 120.0  # of a stream; some think long, and say nothing
 OWN_SILENCE_S = 25.0  # our own servers send a comment each 15 s
@@ -67,7 +67,9 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     silence_timeout: str | float | None = None  # a stream of which nothing comes for so long is broken off
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256  # in progress at each upstream; more wait here
     tokenizer: _Name | None = None  # a model's directory (weights not needed) or GGUF file; None: bytes are counted
-    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None  # that /v1/models shows; None: not known
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = (
+        None  # that /v1/models shows, and of its process; None: not known
+    )
     api_key_file: str | None = None  # holds the key towards the upstreams
     tls_ca: str | None = None  # of the upstreams; None: the system's
     tls_cert: str | None = None  # ours, towards them

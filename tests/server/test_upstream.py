@@ -60,6 +60,8 @@ LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
         (GOOD + "max_requests = 0", "max_requests"),
         (GOOD + 'silence_timeout = "soon"', "silence_timeout is 'soon', but must be a duration"),
         (LOCAL + "silence_timeout = 9", "silence_timeout is for upstreams"),
+        (LOCAL + 'health = "/health"', "health is for upstreams"),
+        (LOCAL + "max_model_len = 1", "max_model_len"),
         (GOOD + 'tls_ca = "x"', "https:// upstreams"),
         (GOOD + 'tls_key = "x"', "tls_key also needs tls_cert"),
         (GOOD.replace('" }', '", weight = 0 }'), "no upstream has a weight"),
@@ -75,6 +77,12 @@ def test_models_that_cannot_be_meant_are_refused(text: str, told: str, tmp_path:
     with pytest.raises(StartupError) as caught:
         load_config(toml_flag(tmp_path, text), {})
     assert told in f"{caught.value.cause} {caught.value.fix}"
+
+
+@pytest.mark.parametrize("given", ["max_model_len = 64", "settings = { max_model_len = 64 }"])
+def test_the_context_of_a_model_that_is_started_is_its_process(given: str, tmp_path: Path) -> None:
+    (process,) = load_config(toml_flag(tmp_path, LOCAL + given), {}).own_models
+    assert process.max_model_len == 64
 
 
 def test_settings_of_models_that_are_started_warn_where_there_is_none(tmp_path: Path) -> None:
