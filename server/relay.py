@@ -96,6 +96,7 @@ class RelayDemand:
     priority: int
     deadline_s: float | None
     deadlines: Deadlines  # its tenant's, and its own
+    models: tuple[str, ...] | None  # that its tenant may use; None: all
 
     @property
     def counts_late(self) -> bool:
@@ -257,6 +258,7 @@ class Relay:
                 priority=caller.priority_of(call.priority),
                 deadline_s=arrived_s + deadlines.ttft_s if deadlines.ttft_s < float("inf") else None,
                 deadlines=deadlines,
+                models=tenant.models,
             )
         ]
 
@@ -348,7 +350,10 @@ class RelayHandle:
         self.sequences = [SequenceProgress(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
         self._relay = relay
         self._call, self._passage, self._body = request.passed.call, request.passed.passage, request.passed.body
-        self._fallbacks = list(relay.fallbacks)
+        may_use = request.models
+        self._fallbacks = [
+            one for one in relay.fallbacks if may_use is None or not set(may_use).isdisjoint(one.settings.names)
+        ]
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._has_passed = False  # something of an answer, to its owner
         self._loop = asyncio.get_running_loop()

@@ -1227,6 +1227,16 @@ async def test_fallbacks_answer_before_the_first_byte_and_a_header_tells(
             assert front.num_active == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("may_use", "status"), [((ASKED,), 502), ((ASKED, "alias"), 200), (None, 200)])
+async def test_fallbacks_that_a_tenant_may_not_use_are_not_asked(may_use: tuple[str, ...] | None, status: int) -> None:
+    tenant = keyed_tenant("acme", models=may_use)
+    async with saying(_BROKEN) as bad, serving() as good:
+        other = model(url_of(good), name="other", aliases=("alias",))
+        models = model(bad, protocol="h1", fallbacks=("other",)), other
+        async with fronting(*models, tenants=(tenant,)) as front:
+            assert (await front.ask(as_caller(SURFACES["chat"](), "acme"))).status == status
+
+
 @pytest.mark.parametrize("status", [b"401", b"403", b"404"])
 async def test_an_upstream_that_refuses_our_key_or_knows_no_such_model_is_ejected(status: bytes) -> None:
     async with serving() as good, before(_LOADING.replace(b"503", status), url_of(good)) as front:
