@@ -688,6 +688,7 @@ _PASSED_ON = {  # statuses of which the client is the cause
     413: ErrorKind.BODY_TOO_LARGE,
     422: ErrorKind.INVALID_REQUEST,
 }
+_CODES = {"exceed_context_size_error": "context_length_exceeded"}  # of llama-server's types, where its code is a number
 
 
 def _renamed_in(message: str, there: str, asked: str) -> str:
@@ -729,9 +730,10 @@ def refusal_of(head: AnswerHead, body: bytes, settings: ModelSettings, asked: st
         document = {}
     status, error = head.status, document.get("error") or document
     fields = error if isinstance(error, dict) else {"message": error}
-    message, code, param = (
-        value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
+    message, code, param, kind = (
+        value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param", "type")
     )
+    code = code or _CODES.get(kind or "")
     message = message or _detail_of(document)
     told = message or f"The server behind this one refused the request, with the status {status}."
     message = _renamed_in(told, settings.name_there(asked), asked)

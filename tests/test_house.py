@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_780, 36),
+    "server": (14_785, 36),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
     "server/commands": (2360, 13),

@@ -660,6 +660,12 @@ def test_a_refusal_tells_the_detail_of_fastapis_servers(detail: Any, told: str) 
     assert str(refusal_of(AnswerHead(422, ()), orjson.dumps({"detail": detail}), model("http://h:1"), "big")) == told
 
 
+def test_a_refusal_for_a_context_that_is_full_bears_the_code_by_which_clients_know_it() -> None:
+    told = {"code": 400, "message": "too long", "type": "exceed_context_size_error", "n_ctx": 512}
+    error = refusal_of(AnswerHead(400, ()), orjson.dumps({"error": told}), model("http://h:1"), "big")
+    assert (str(error), error.code) == ("too long", "context_length_exceeded")
+
+
 # Upstreams that are not ours: what one says byte by byte.
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
