@@ -408,7 +408,7 @@ class ChatClient:
             yield response
 
     def _unreachable(self, what: str) -> StartupError:
-        fix = "start a server (steploop serve), name one with --url, or chat in this process with --model DIR"
+        fix = "start a server (steploop serve), or name one with --url"
         return StartupError(f"{self.url} {what}", fix, ExitCode.UNREACHABLE)
 
     def refusal(self, status: int, body: bytes) -> StartupError:
