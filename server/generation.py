@@ -491,7 +491,8 @@ class Generation:
         if self._prepared.call.tokens.tells_sampled:
             told = {"prompt_digest": digest_of(self._prepared.prompts), "token_ids": self._token_ids}
             extras = extras | {"timings": told}
-        return self._output.compose(total_usage(self._usages), extras)
+        last = self._output.compose(total_usage(self._usages), extras)
+        return last if self._turn is None else self._turn.shown(last)
 
     def _complete(self) -> None:
         """End the answer: all its text is written, and it is settled."""

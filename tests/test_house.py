@@ -21,7 +21,7 @@ BUDGETS = {
     "server/batches": (970, 3),
     "server/commands": (2360, 13),
     "server/gate": (2875, 8),
-    "server/ledger": (2035, 7),
+    "server/ledger": (2045, 7),
     "server/listening": (1240, 5),
     "server/observing": (2650, 10),
     "server/upstream": (1690, 6),

@@ -235,6 +235,20 @@ class Turn:
         place = int(found[1]) - self.num_before
         return "previous_response_id" if place < 0 else f"input[{place}]{param[found.end() :]}"
 
+    def shown(self, last: bytes) -> bytes:
+        """What ends an answer, for its client: another server knows neither the history nor that it is stored."""
+        told = {"store": self._own_items is not None, "previous_response_id": self._previous_id}
+        before, event, data = (b"", b"", last) if last.startswith(b"{") else last.rpartition(b"\ndata: ")
+        try:
+            document = None if self._is_own else msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):  # as another server wrote it
+            return last
+        response = document.get("response") if event and isinstance(document, dict) else document
+        if not isinstance(response, dict):
+            return last
+        response |= told
+        return before + event + sse.json_line(document) + (sse.EVENT_END if event else b"")
+
     def end(self, last: bytes) -> KeepResponse | None:
         """What stores the response; None: it is not stored.
 
@@ -246,9 +260,6 @@ class Turn:
         try:
             document = _document_of(last)
             facts = msgspec.json.decode(document, type=_Facts)
-            if not self._is_own:
-                told = msgspec.json.decode(document) | {"store": True, "previous_response_id": self._previous_id}
-                document = sse.json_line(told)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:  # as another server wrote it
             logger.error("a response cannot be stored: %s", error)
             return None

@@ -163,8 +163,14 @@ async def test_what_another_server_answers_is_stored_here(tmp_path: Path, is_str
         told = [{"role": "user", "content": "What is a block?"}, *first["output"]]
         whole = document(await gateway.ask(respond([*told, {"role": "user", "content": "And a page?"}], **ask)))
         assert second["output"][0]["content"] == whole["output"][0]["content"]
+        assert [(one["store"], one["previous_response_id"]) for one in (first, second)] == [
+            (True, None),
+            (True, first["id"]),
+        ]
         shown = (await gateway.ask(get(second["id"]))).json
-        assert shown == second | {"store": True, "previous_response_id": first["id"]}
+        assert shown == second
+        kept_out = document(await gateway.ask(respond("And data: a block?", store=False, **ask)))
+        assert kept_out["store"] is False
 
 
 def stored_ids(path: Path) -> list[str]:
