@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_785, 36),
+    "server": (14_800, 36),
     "server/api": (6290, 19),
     "server/batches": (970, 3),
     "server/commands": (2360, 13),
@@ -33,7 +33,7 @@ BUDGETS = {
     "gpu/parallel": (770, 5),
     "bench": (10_220, 38),
 }
-TEST_LINES = 73_200
+TEST_LINES = 73_280
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
