@@ -67,9 +67,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     silence_timeout: str | float | None = None  # a stream of which nothing comes for so long is broken off
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256  # in progress at each upstream; more wait here
     tokenizer: _Name | None = None  # a model's directory (weights not needed) or GGUF file; None: bytes are counted
-    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = (
-        None  # that /v1/models shows, and of its process; None: not known
-    )
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None  # shown, and its process's; None: unknown
     api_key_file: str | None = None  # holds the key towards the upstreams
     tls_ca: str | None = None  # of the upstreams; None: the system's
     tls_cert: str | None = None  # ours, towards them
