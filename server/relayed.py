@@ -368,9 +368,8 @@ class UpstreamAnswer:
         self._most_parts = asked.most_tokens * asked.num_computed * MOST_EVENTS_A_TOKEN + MORE_EVENTS
         self._num_held = 0  # bytes of parts that wait for the end
         self._num_texts = 0
-        self._sizes: list[
-            tuple[int, bool]
-        ] = []  # of a document's choices: bytes of text, and whether its length ended it
+        # Of a document's choices: bytes of text, and whether its length ended it
+        self._sizes: list[tuple[int, bool]] = []
         self._shape: _Shape | None = None  # of the next event, probably
         self._num_shapes = self._num_shaped = 0  # and events that had them
         self._counts: dict[str, Any] = {}  # as they have been told
@@ -519,9 +518,8 @@ class UpstreamAnswer:
             if texts and not ends and name is None and message.usage is None:
                 self._learn_shape(data, message.choices[0].said)
             return Part(data=framed, texts=texts, ends=ends)
-        if message.usage is not None and not (
-            self._call.includes_usage or self._asked.last_fields & _read_fields(data).keys()
-        ):
+        shows = self._call.includes_usage or self._asked.last_fields & _read_fields(data).keys()
+        if message.usage is not None and not shows:
             return Part()
         return Part(data=framed, is_last=message.usage is not None)
 
