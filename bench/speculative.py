@@ -261,7 +261,10 @@ def measure_crossing(runner: ModelRunner, arguments: argparse.Namespace, end_s: 
                 break
             random, took_s = Random(f"{number} {text}"), dict[bool, float]()
             size, vocab_size = arguments.prompt // 4, runner.limits.vocab_size
-            scripts = [TEXTS[text](random, size, vocab_size) for _ in range(2 * most)]
+            by_prompt: dict[tuple[int, ...], list[int]] = {}  # two streams of one prompt would have one answer
+            while len(by_prompt) < 2 * most:
+                by_prompt |= [TEXTS[text](random, size, vocab_size)]
+            scripts = list(by_prompt.items())
             for drafts in (number % 2 == 0, number % 2 == 1):
                 took_s[drafts], drafted, undrafted = _rise_and_fall(engines[drafts], scripts, size, most)
                 if drafts and number >= 0:
