@@ -97,7 +97,10 @@ PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level ca
 FEW_ROWS = 4  # multiplied by numbers in registers; each thread quantises them for itself
 # Few rows read blocks from end to end, as hardware prefetches; one line of four is prefetched, so that it is not late.
 # All of them, or to the first level, would occupy a core's miss buffers: one Zen 4 core then read 9 to 19 GB/s of 28.
-AHEAD_LINES, AHEAD_BYTES = 4 if HAS_AVX512 else 1, 4096
+# With AVX2, which reads a column of 16 outputs at a time, each column prefetches its share, line after line: of 17 GB/s
+# one Zen 3 core read 9.6 (Q6_K) to 11.9 (Q8_0) with every line prefetched by each column, and 13.2 to 16.0 so.
+AHEAD_LINES, AHEAD_BYTES = (4, 4096) if HAS_AVX512 else (1, 8192)
+MOST_SUMS = 4  # of few rows at once with AVX2, of 16 outputs each: half of its registers
 # A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
 SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
 PART_BYTES = PART_INPUTS * BLOCK_OUTPUTS  # decoded
@@ -282,48 +285,47 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, scales, minima, sums):
         _columns(builder) as columns,
     ):
         total_of = _in_memory(builder, sums, columns) if totals is None else lambda row, column: totals[row][column]
-        ahead = indexed(builder, offset(builder, at, AHEAD_BYTES), (number, num_lines * REGISTER_BYTES))
+        num_ahead = -(-num_lines * len(columns) // COLUMNS)  # of these columns: lines that follow one another
+        ahead = indexed(
+            builder, offset(builder, at, AHEAD_BYTES), (number, num_lines * REGISTER_BYTES), (columns[0], num_ahead)
+        )
         rows = [
             indexed(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
         ]
         places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
         x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
-        turns = [0] * len(places)
-        for part, of_part in enumerate(x_sums):
-            _emit_first_counts(builder, of_part, found.middle, counts[part])
 
         def word_of(column):
             return lambda stream, n: load(builder, builder.add(word_at(stream, n), column), PAIRS)
 
-        numbers = zip(*(unit.numbers(builder, word_of(column), index) for column in columns), strict=True)
-        for turn, found_here in enumerate(numbers):
-            for line in range(turn * num_lines // unit.num_quads, (turn + 1) * num_lines // unit.num_quads):
-                if line % AHEAD_LINES == 0:
-                    near = columns[0] if len(columns) == 1 else constant(0)
-                    prefetch.emit(builder, offset(builder, builder.add(ahead, near), line * REGISTER_BYTES))
-            quad = found_here[0][0]
-            group, within = divmod(quad, GROUP // 4)
-            part = 4 * quad // found.group
-            fours = [offset(builder, row, group * GROUP_BYTES + 4 * within) for row in rows]
-            x_here = [broadcast(builder, load(builder, four, INT32), PAIRS) for four in fours]
-            weights = [of_column for _, of_column in found_here]
-            _emit_quad(builder, name, turns[part], shorts[part], counts[part], weights, x_here)
-            turns[part] += 1
-        for part in range(num_groups * num_parts):
-            group = indexed(builder, constant(part), (number, num_groups * num_parts))
-            given = [
-                load(builder, offset(builder, row, part // num_parts * GROUP_BYTES + GROUP), FLOAT) for row in rows
-            ]
-            _emit_scaled(
-                builder,
-                [indexed(builder, base, (group, SUM_ROW_BYTES)) for base in (scales, minima)],
-                found.has_minima,
-                given,
-                x_sums[part],
-                counts[part],
-                columns,
-                total_of,
-            )
+        turn, step = 0, len(counts) if HAS_AVX512 else max(1, MOST_SUMS // num_rows)
+        for first in range(0, len(counts), step):
+            turns = dict.fromkeys(range(first, min(first + step, len(counts))), 0)
+            for part in turns:
+                _emit_first_counts(builder, x_sums[part], found.middle, counts[part])
+            numbers = zip(*(unit.numbers(builder, word_of(column), index) for column in columns), strict=True)
+            for found_here in numbers:  # LLVM removes those of other parts
+                quad = found_here[0][0]
+                part = 4 * quad // found.group
+                if part not in turns:
+                    continue
+                for line in range(turn * num_ahead // unit.num_quads, (turn + 1) * num_ahead // unit.num_quads):
+                    if line % AHEAD_LINES == 0:
+                        prefetch.emit(builder, offset(builder, ahead, line * REGISTER_BYTES))
+                four_at = quad // (GROUP // 4) * GROUP_BYTES + quad % (GROUP // 4) * 4
+                fours = [load(builder, offset(builder, row, four_at), INT32) for row in rows]
+                x_here = [broadcast(builder, four, PAIRS) for four in fours]
+                weights = [of_column for _, of_column in found_here]
+                _emit_quad(builder, name, turns[part], shorts[part], counts[part], weights, x_here)
+                turns[part] += 1
+                turn += 1
+            for part in turns:
+                group = indexed(builder, constant(part), (number, num_groups * num_parts))
+                scaled = [indexed(builder, base, (group, SUM_ROW_BYTES)) for base in (scales, minima)]
+                scale_at = part // num_parts * GROUP_BYTES + GROUP
+                x_scales = [load(builder, offset(builder, row, scale_at), FLOAT) for row in rows]
+                given = (x_scales, x_sums[part], counts[part], columns, total_of)
+                _emit_scaled(builder, scaled, found.has_minima, *given)
 
 
 @contextmanager
