@@ -191,6 +191,8 @@ class RecurrentConfig:
             key head (Mamba-2: a group).
         has_bias, has_convolution_bias: of its matrices, and of the convolution.
         is_grouped, is_split: the checkpoint stores linear attention's matrices by key head; strengths and steps alone.
+        has_float_steps: strengths and steps have a matrix of their own: of the first one, the checkpoint quantises all
+            but these.
         is_tiled: heads that share a key head lie as far apart as there are key heads; False: side by side.
         has_norm, is_normed_first: of state spaces: what the heads of a group have read is normed, after the gate or
             before it.
@@ -210,6 +212,7 @@ class RecurrentConfig:
     has_convolution_bias: bool = False
     is_grouped: bool = False
     is_split: bool = False
+    has_float_steps: bool = False
     is_tiled: bool = False
     has_norm: bool = True
     is_normed_first: bool = False

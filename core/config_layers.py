@@ -5,7 +5,6 @@ from typing import Any
 
 from core.config import BLOCK_SIZE, ExpertsConfig, LayerConfig, RecurrentConfig, RopeConfig
 from core.config_fields import (
-    CONFIG_PREFIX,
     MAX_EXPERTS,
     MAX_WIDTH,
     ExpertFields,
@@ -18,8 +17,6 @@ from core.config_fields import (
     read_bool,
     unsupported_field,
 )
-from core.errors import UnsupportedModel
-from core.prequantized import parse_fp8, parse_packed
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SPARSITY, NUM_SPARSE = 0.95, 10  # Gemma 3n's, of its first layers, where config.json does not say
@@ -318,12 +315,6 @@ def is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
 
 
 def parse_recurrence(config: Mapping[str, Any], family: Family, has_bias: bool) -> RecurrentConfig:
-    if parse_packed(config) is not None or parse_fp8(config) is not None:
-        method, name = config["quantization_config"]["quant_method"], family.architecture
-        raise UnsupportedModel(
-            f"{CONFIG_PREFIX}{method} checkpoints of models with recurrent layers ({name}) are not supported.",
-            "use the unquantized checkpoint, with --quantize int8 or int4 to save memory, or a GGUF file.",
-        )
     if family.recurrence == "conv":
         width = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
         taps = _taps(config, "conv_L_cache")

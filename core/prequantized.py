@@ -5,7 +5,7 @@ and values are ignored, and those stay in the serving format. The tensor files s
 lists of modules that are not are ignored too.
 
 Sources: AutoGPTQ and AutoAWQ; transformers, FineGrainedFP8Config; AutoFP8, its config.json; compressed-tensors,
-QuantizationArgs. What the 8-bit numbers are: arXiv:2209.05433.
+QuantizationArgs; NVIDIA's Model Optimizer, export/convert_hf_config.py. What the 8-bit numbers are: arXiv:2209.05433.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,6 @@ _NEUTRAL_PACKED: dict[str, dict[str, tuple[Any, ...]]] = {
         "is_marlin_format": (False, None),
         "use_marlin_format": (False, None),
         "pack_dtype": ("int32", None),
-        "dynamic": ({}, None),  # modules with settings of their own
     },
     "awq": {
         "zero_point": (True, None),
@@ -38,6 +37,7 @@ _NEUTRAL_FP8: dict[str, dict[str, tuple[Any, ...]]] = {
         "expert_dtype": ("fp8", None),
     },
     "compressed-tensors": {"format": ("float-quantized",), "transform_config": ({}, None)},
+    "modelopt": {"quant_algo": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")},
 }
 _NEUTRAL_FP8_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "num_bits": (8,),
@@ -98,6 +98,7 @@ def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
         return None
     if given["quant_method"] == "awq":
         return _parse_awq(given)
+    _refuse_other_settings(given)
     bits = positive_int(given, "bits")
     if bits not in (4, 8):
         raise unsupported_field("quantization_config.bits", bits, (4, 8))
@@ -106,6 +107,17 @@ def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
         raise bad_field(f"quantization_config: checkpoint_format and format are {' and '.join(sorted(formats))}.")
     zero_offset = 0 if "gptq_v2" in formats else 1  # v1 stores zeros less one: AutoGPTQ, QuantLinear.pack
     return PackedConfig("gptq", bits, _group_size(given, "group_size"), read_bool(given, "desc_act"), zero_offset)
+
+
+def _refuse_other_settings(given: Mapping[str, Any]) -> None:
+    """Of GPTQModel's modules: a rule may leave some out ("-:"), or repeat the settings of all."""
+    rules = given.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise bad_field(f"quantization_config.dynamic={rules!r} is not an object.")
+    for rule, settings in rules.items():
+        own = settings if isinstance(settings, Mapping) else {}
+        if not rule.startswith("-:") and any(given.get(name) != value for name, value in own.items()):
+            raise unsupported_field(f"quantization_config.dynamic[{rule!r}]", settings, ({},))
 
 
 def _parse_awq(given: Mapping[str, Any]) -> PackedConfig:
@@ -149,6 +161,8 @@ def parse_fp8(config: Mapping[str, Any]) -> Fp8Config | None:
         return None
     if given["quant_method"] == "fp8":
         return Fp8Config(_block(given.get("weight_block_size"), "quantization_config.weight_block_size"))
+    if given["quant_method"] == "modelopt":
+        return Fp8Config(None)
     sparsity = given.get("sparsity_config")
     if isinstance(sparsity, Mapping):
         refuse_others(sparsity, {"format": ("dense", None)}, "quantization_config.sparsity_config")

@@ -186,17 +186,15 @@ def _with_fp8(checkpoint: Checkpoint, packing: Fp8Config) -> Checkpoint:
     for name, values in checkpoint.tensors.items():
         if values.format != FP8_FORMAT:
             continue
-        module = name.removesuffix(".weight")
-        scales = [scale for scale in SCALES if f"{module}.{scale}" in tensors]
-        if module == name or len(values.shape) != 2 or len(scales) != 1:
-            raise bad_checkpoint(
-                f"{values.file}: {name} is stored as {FP8_FORMAT}, but is no matrix with a {' or a '.join(SCALES)}."
-            )
-        scale = tensors.pop(f"{module}.{scales[0]}")
+        scales = [scale for scale in SCALES if f"{name}{scale}" in tensors]
+        if len(values.shape) not in (2, 3) or len(scales) != 1:
+            asked = " or a ".join(f"{name}{scale}" for scale in SCALES)
+            raise bad_checkpoint(f"{values.file}: {name} is stored as {FP8_FORMAT}, but is no matrix with a {asked}.")
+        scale = tensors.pop(f"{name}{scales[0]}")
         if scale.format not in FLOAT_BYTES or not is_scale_of(values.shape, scale.shape, packing):
             found, asked = f"{list(scale.shape)} as {scale.format}", described_scales(values.shape, packing)
             raise bad_checkpoint(
-                f"{scale.file}: {module}.{scales[0]} is {found}; config.json and its weight ask for {asked}."
+                f"{scale.file}: {name}{scales[0]} is {found}; config.json and its weight ask for {asked}."
             )
         parts = {"weight": values, scales[0]: scale}
         size_bytes = values.size_bytes + scale.size_bytes

@@ -22,6 +22,7 @@ from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
+from gpu.quant import Weight
 from gpu.recurrence import Recurrence, RecurrentRows
 from gpu.rows import StepTokens
 
@@ -420,11 +421,19 @@ def _recurrence(config: ModelConfig, weights: LayerWeights, index: int, operator
     if weights.taken is None or weights.given is None or weights.recurrent is None or config.recurrence is None:
         return None
     return LayerRecurrence(
-        taken=operators.linear(weights.taken, weights.taken_bias),
+        taken=_taken(weights.taken, weights, operators),
         mix=operators.recurrence(config.recurrence, weights.recurrent),
         state=sum(one.is_recurrent for one in config.all_layers[:index]),
         given=operators.linear(weights.given, weights.given_bias),
     )
+
+
+def _taken(weight: Weight, weights: LayerWeights, operators: Operators) -> Linear:
+    taken = operators.linear(weight, weights.taken_bias)
+    if weights.steps is None:
+        return taken
+    steps = operators.small(weights.steps, None)
+    return lambda x: torch.cat([taken(x), steps(x)], 1)
 
 
 def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators, sparsity: float) -> Block | None:

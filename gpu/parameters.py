@@ -303,7 +303,8 @@ class LayerWeights:
     mlp_post_norm: Tensor | None = None  # [hidden]
     latent: LatentWeights | None = None
     recurrent: RecurrentWeights | None = None
-    taken: Weight | None = None  # [RecurrentConfig.input_size, hidden]
+    taken: Weight | None = None  # [RecurrentConfig.input_size, hidden]; without `steps`
+    steps: Tensor | None = None  # [2 * heads, hidden]; see RecurrentConfig.has_float_steps
     taken_bias: Tensor | None = None  # [RecurrentConfig.input_size]
     given: Weight | None = None  # [hidden, RecurrentConfig.output_size]
     given_bias: Tensor | None = None  # [hidden]
@@ -586,11 +587,14 @@ def _delta_net(layer: LayerWeights, found: Allocation, own: RecurrentConfig) -> 
     if own.is_grouped:
         sizes = {qkv: sizes[qkv], gate: sizes[gate]} if own.is_split else {f"{qkv}z": own.channels + own.output_size}
         sizes[f"{strength}a"] = 2 * own.num_heads
+    if own.has_float_steps:
+        apart = {name: sizes.pop(name) for name in (strength, step, f"{strength}a") if name in sizes}
+        layer.steps = found.parts(apart, "weight", hidden)
     layer.taken = found.parts(sizes, "weight", hidden, matrix="taken")
     per_key = own.num_heads // own.num_key_heads
     values = per_key * own.value_dim
     for name, of_key in ((f"{qkv}z", [own.key_dim] * 2 + [values] * 2), (f"{strength}a", [per_key] * 2)):
-        if name in sizes:
+        if f"{name}.weight" in found.targets:
             arrange = partial(parts_first, num_groups=own.num_key_heads, sizes=of_key)
             found.targets[f"{name}.weight"] = replace(found.targets[f"{name}.weight"], arrange=arrange)
     layer.given = found.whole("linear_attn.out_proj.weight", hidden, own.output_size, matrix="given")

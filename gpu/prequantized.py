@@ -26,7 +26,7 @@ NEEDED_PARTS = ("qweight", "qzeros", "scales")  # without g_idx neighbours are a
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 INTEGER_BITS = 32
 FP8_FORMAT = "F8_E4M3"  # safetensors' name
-SCALES = ("weight_scale_inv", "weight_scale")
+SCALES = ("_scale_inv", "_scale")  # behind the name of what they multiply
 # Scales of activations, keys and values, which are not quantised here.
 UNREAD_SCALES = tuple(f".{name}_scale" for name in ("input", "activation", "output", "q", "k", "v", "kv"))
 
@@ -138,11 +138,11 @@ def _bad(cause: str) -> BadCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """weight[out, in] = value * scale, of its block.
+    """weight[out, in] = value * scale, of its block; or a stack of such.
 
     Args:
-        values: [out, in], float8_e4m3fn.
-        scales: float32, [row blocks, blocks of inputs]: see Fp8Config.
+        values: [..., out, in], float8_e4m3fn.
+        scales: float32, [..., row blocks, blocks of inputs]: see Fp8Config.
         block: (outputs, inputs) of one.
     """
 
@@ -158,47 +158,55 @@ class Fp8Weight:
         """
         values = parts["weight"].view(FP8)
         (scales,) = (part.float() for name, part in parts.items() if name in SCALES)
-        num_out, num_in = values.shape
+        *stack, num_out, num_in = values.shape
         if packing.block is not None:
             return cls(values, scales, packing.block)
-        return cls(values, scales.reshape(-1, 1), (num_out // max(1, scales.numel()), num_in))
+        scales = scales.reshape(*stack, -1, 1)
+        return cls(values, scales, (num_out // max(1, scales.shape[-2]), num_in))
 
     def floats(self, dtype: torch.dtype) -> Tensor:
-        """[out, in], rounded once."""
-        num_out, num_in = self.values.shape
+        """[..., out, in], rounded once."""
+        num_in = self.values.shape[-1]
         group_size = math.gcd(self.block[1], num_in)
-        scales, found = self.part("scales", group_size), torch.empty((num_out, num_in), dtype=dtype)
+        scales, values = self.part("scales", group_size).flatten(0, -2), self.values.flatten(0, -2)
+        found = torch.empty(values.shape, dtype=dtype)
         step = max(1, SLAB_ELEMENTS // num_in)
-        for start in range(0, num_out, step):
+        for start in range(0, len(values), step):
             rows = slice(start, start + step)
-            groups = self.values[rows].float().view(-1, scales.shape[1], group_size)
+            groups = values[rows].float().view(-1, scales.shape[1], group_size)
             found[rows] = groups.mul_(scales[rows].unsqueeze(-1)).flatten(1)
-        return found
+        return found.view(self.values.shape)
 
     def part(self, name: str, group_size: int) -> Tensor:
-        """ "values": [out, in], bytes; "scales": float32 [out, in / group_size].
+        """ "values": [..., out, in], bytes; "scales": float32 [..., out, in / group_size].
 
         Args:
             group_size: divides the inputs of a block, or all.
         """
         if name == "values":
             return self.values.view(torch.uint8)
-        num_out, num_in = self.values.shape
+        num_out, num_in = self.values.shape[-2:]
         columns = torch.arange(0, num_in, group_size) // self.block[1]
-        return self.scales[:, columns].repeat_interleave(self.block[0], 0)[:num_out]
+        return self.scales[..., columns].repeat_interleave(self.block[0], -2)[..., :num_out, :]
 
 
 def is_scale_of(shape: tuple[int, ...], scale_shape: tuple[int, ...], packing: Fp8Config) -> bool:
-    """Whether a tensor of scales is for a matrix [out, in]."""
-    if packing.block is None:
-        return scale_shape in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
-    return scale_shape == _num_blocks(shape, packing.block)
+    """Whether a tensor of scales is for a matrix [out, in], or a stack [..., out, in]."""
+    *stack, num_out, _ = shape
+    if packing.block is not None:
+        return scale_shape == _num_blocks(shape, packing.block)
+    shorter = () if stack else ((), (1,), (num_out,))
+    return scale_shape in ((*stack, 1, 1), (*stack, num_out, 1), *shorter)
 
 
 def described_scales(shape: tuple[int, ...], packing: Fp8Config) -> str:
     """The shapes that is_scale_of accepts, for an error."""
-    return f"one, or {[shape[0], 1]}" if packing.block is None else f"{list(_num_blocks(shape, packing.block))}"
+    *stack, num_out, _ = shape
+    if packing.block is not None:
+        return f"{list(_num_blocks(shape, packing.block))}"
+    return f"{[*stack, 1, 1] if stack else 'one'}, or {[*stack, num_out, 1]}"
 
 
 def _num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(-(-size // of_block) for size, of_block in zip(shape, block, strict=True))
+    *stack, num_out, num_in = shape
+    return (*stack, -(-num_out // block[0]), -(-num_in // block[1]))

@@ -86,6 +86,8 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
         config = replace(config, latent=replace(config.latent, is_split=True))
     if config.recurrence is not None and any(name.endswith(".in_proj_qkv.weight") for name in stored):
         config = replace(config, recurrence=replace(config.recurrence, is_split=True))
+    if config.recurrence is not None and _has_float_steps(checkpoint):
+        config = replace(config, recurrence=replace(config.recurrence, has_float_steps=True))
     _check(checkpoint, config)
     if not config.tie_embeddings or HEAD not in checkpoint.tensors:
         return config
@@ -97,6 +99,13 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
         *(HEAD, EMBEDDING, checkpoint.path),
     )
     return check_checkpoint(checkpoint, replace(config, tie_embeddings=False))
+
+
+def _has_float_steps(checkpoint: Checkpoint) -> bool:
+    """See RecurrentConfig."""
+    found = {(name.rpartition(".in_proj_")[2], bool(header.parts)) for name, header in checkpoint.tensors.items()}
+    has_steps = any((f"{end}.weight", False) in found for end in ("a", "b", "ba"))
+    return has_steps and any((f"{end}.weight", True) in found for end in ("qkv", "qkvz"))
 
 
 def load_weights(
@@ -353,6 +362,7 @@ def find_prequantized(
         names = [name for name, target in targets.items() if target.matrix == matrix]
         group_size = prequantized_group(config.packing.group_size, floats(getattr(owner, matrix)).shape[-1])
         is_stored = checkpoint is None or all(checkpoint.tensors[name].parts for name in names)
+        is_stored = is_stored and all(targets[name].write is None for name in names)
         if names and group_size is not None and is_stored:
             found[matrix] = group_size
     return found
@@ -384,7 +394,9 @@ def _load_prequantized(
     parts = {part: layer_of(config, index, empty, empty) for part, empty in empties.items()}
     for name, target in parts["values"][1].items():
         if target.matrix in kept:
-            source.fill_parts(name, {part: targets[name] for part, (_, targets) in parts.items()}, kept[target.matrix])
+            into = {part: targets[name] for part, (_, targets) in parts.items()}
+            into["values"] = replace(target, factor=None)  # it is of the scales, and of the zeros
+            source.fill_parts(name, into, kept[target.matrix])
     for (owner, matrix), *stored in zip(matrices(layer), *(matrices(part) for part, _ in parts.values()), strict=True):
         if matrix in kept:
             values, *groups = (floats(getattr(part, name)) for part, name in stored)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-MATRIX = re.compile(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight")
+MATRIX = re.compile(r"(model|backbone)\.(language_model\.)?layers\.\d+\..*(_proj(_\w+)?|\.w[123]|put_linear)\.weight")
 BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -23,6 +23,13 @@ BLOCKS: dict[str, Any] = {
     "modules_to_not_convert": ["lm_head"],
 }
 WHOLE: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+MODEL_OPTIMIZER: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 8, "type": "float"}}},
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "ignore": ["lm_head"],
+}
 AUTO_FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 
 
@@ -47,18 +54,30 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "blocks of 128": {**BLOCKS, "weight_block_size": [128, 128]},
     "whole": WHOLE,
     "auto_fp8": AUTO_FP8,
+    "model optimizer": MODEL_OPTIMIZER,
     "compressed channels": compressed("channel"),
     "compressed whole": compressed("tensor"),
     "compressed blocks": compressed("block", block_structure=[64, 32]),
 }
 
 
-def save_pair(source: Path, directory: Path, scheme: dict[str, Any]) -> tuple[Path, Path]:
-    """(as 8-bit floats, as the floats that they stand for); scheme: a quantization_config."""
+def save_pair(source: Path, directory: Path, scheme: dict[str, Any], without: str = "a^") -> tuple[Path, Path]:
+    """(as 8-bit floats, as the floats that they stand for).
+
+    Args:
+        scheme: a quantization_config.
+        without: a pattern of matrices that are not quantised.
+    """
     config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
     stored, floats = dict(tensors), dict(tensors)
     for name in filter(MATRIX.fullmatch, tensors):
-        values, scales, spread = quantize(tensors[name].float(), scheme)
+        if re.search(without, name):
+            continue
+        tensor = tensors[name].float()
+        of_each = [quantize(matrix, scheme) for matrix in tensor.view(-1, *tensor.shape[-2:])]
+        values, scales, spread = (
+            torch.stack(part).view(*tensor.shape[:-2], *part[0].shape) for part in zip(*of_each, strict=True)
+        )
         stored |= {name: values} | named_scales(name.removesuffix(".weight"), scales, scheme)
         floats[name] = values.float() * spread
     config.pop("quantization_config", None)
@@ -69,6 +88,10 @@ def save_pair(source: Path, directory: Path, scheme: dict[str, Any]) -> tuple[Pa
 
 def named_scales(module: str, scales: torch.Tensor, scheme: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As tools of that kind write them; of activations too, where they are static."""
+    if scheme["quant_method"] == "modelopt":
+        scales = scales.squeeze()
+        static = {f"{module}.{name}": torch.tensor(0.5) for name in ("input_scale", "k_scale", "v_scale")}
+        return {f"{module}.weight_scale": scales, **static}
     if scheme["quant_method"] == "compressed-tensors":
         return {f"{module}.weight_scale": scales.bfloat16()}
     if "weight_block_size" not in scheme:
@@ -99,7 +122,7 @@ def quantize(weight: torch.Tensor, scheme: dict[str, Any]) -> tuple[torch.Tensor
 
 def block_of(scheme: dict[str, Any], num_out: int, num_in: int) -> tuple[int, int]:
     """Outputs and inputs that share a scale."""
-    if scheme["quant_method"] == "fp8":
+    if scheme["quant_method"] in ("fp8", "modelopt"):
         rows, columns = scheme.get("weight_block_size") or (num_out, num_in)
         return rows, columns
     weights = scheme["config_groups"]["group_0"]["weights"]

@@ -1,16 +1,19 @@
-"""Small random Llama directories, as floats, or packed as GPTQ and AWQ pack: number by number, by the definitions.
+"""Small random directories, of Llama or of another model's shapes, as floats, or packed as GPTQ and AWQ pack.
+
+Number by number, by the definitions.
 
 Sources: AutoGPTQ, nn_modules/qlinear/qlinear_cuda.py, QuantLinear.pack; AutoAWQ, modules/linear/gemm.py.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 Integers = npt.NDArray[np.int64]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -61,9 +64,26 @@ def save_pair(directory: Path, quantization: dict[str, Any], seed: int = 0) -> t
     return directory / "packed", directory / "floats"
 
 
+def save_pair_like(source: Path, directory: Path, quantization: dict[str, Any], matrices: str) -> tuple[Path, Path]:
+    """Another model's directory, with matrices of its shapes.
+
+    Args:
+        matrices: a pattern of their names.
+    """
+    random, config = np.random.default_rng(0), json.loads((source / "config.json").read_text())
+    packed = load_file(source / "model.safetensors")
+    floats = dict(packed)
+    for name in [name for name in packed if re.search(matrices, name)]:
+        parts, floats[name] = make_matrix(random, quantization, *packed.pop(name).shape)
+        packed |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+    write_directory(directory / "packed", packed, {**config, "quantization_config": quantization})
+    write_directory(directory / "floats", floats, config)
+    return directory / "packed", directory / "floats"
+
+
 def write_directory(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     directory.mkdir(parents=True)
-    save_file(tensors, directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
 
 

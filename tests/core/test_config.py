@@ -127,21 +127,6 @@ def test_other_names_of_a_family_are_its_own() -> None:
     assert older == parse_model_config(llama(architectures=["Ernie4_5ForCausalLM"], model_type="ernie4_5"))
 
 
-def test_quantized_checkpoints_of_recurrent_models_are_refused_by_name_however_much_they_list() -> None:
-    left_out = [f"model.layers.{index}.conv.in_proj" for index in range(500)]
-    fields: dict[str, Any] = {
-        "architectures": ["Lfm2ForCausalLM"],
-        "layer_types": ["conv"] * 31 + ["full_attention"],
-        "quantization_config": {"quant_method": "fp8", "modules_to_not_convert": left_out},
-    }
-    with pytest.raises(UnsupportedModel) as caught:
-        parse_model_config(llama(**fields))
-    assert caught.value.cause.endswith(
-        "fp8 checkpoints of models with recurrent layers (Lfm2ForCausalLM) are not supported."
-    )
-    assert "--quantize" in caught.value.fix
-
-
 def test_a_long_value_is_quoted_by_its_ends() -> None:
     with pytest.raises(BadCheckpoint) as caught:
         parse_model_config(llama(eos_token_id=["x"] * 5000))

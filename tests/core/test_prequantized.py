@@ -41,6 +41,14 @@ def test_stored_zeros_are_one_less_in_the_first_gptq_format_only() -> None:
     assert parse(**AWQ) == PackedConfig("awq", 4, 128, has_order=False, zero_offset=0)
 
 
+def test_modules_may_be_left_out_by_name() -> None:
+    """As in Qwen3.5's GPTQ checkpoints."""
+    rules = {"lm_head": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {"bits": 8}, "+:.*mlp.*": {"bits": 4}}
+    assert parse(**GPTQ, dynamic=rules) == parse(**GPTQ, dynamic=None) == parse(**GPTQ)
+    with pytest.raises(BadCheckpoint, match="dynamic="):
+        parse(**GPTQ, dynamic=["-:.*attn.*"])
+
+
 def test_awqs_older_names_are_read() -> None:
     assert parse(quant_method="awq", w_bit=4, q_group_size=-1) == PackedConfig("awq", 4, None, False, 0)
 
@@ -69,6 +77,7 @@ def test_four_bits_in_groups_of_neighbours_are_served(fields: dict[str, Any], is
         ({**FP8, "weight_block_size": None}, None),
         ({"quant_method": "fp8", "activation_scheme": "static"}, None),
         ({**FP8, "scale_fmt": "ue8m0"}, (128, 128)),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, None),
         (compressed({}), None),
         (compressed({"strategy": "tensor"}), None),
         (compressed({"strategy": "block", "block_structure": [128, 64]}), (128, 64)),
@@ -87,7 +96,8 @@ def test_what_shares_a_scale_is_known(fields: dict[str, Any], block: tuple[int, 
         ({**GPTQ, "bits": 3}, "bits=3"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        ({**GPTQ, "dynamic": {"-:.*down": {}}}, "dynamic"),
+        ({**GPTQ, "dynamic": {"-:.*attn": {}, "+:.*down": {"bits": 8}}}, r"dynamic\['\+:\.\*down'\]=\{'bits': 8\}"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'.* as: 'FP8'"),
         ({**GPTQ, "format": "marlin"}, "quantization_config.format='marlin'"),
         ({**AWQ, "version": "gemv"}, "version='gemv'"),
         ({**AWQ, "format": "gemv"}, "quantization_config.format='gemv'"),

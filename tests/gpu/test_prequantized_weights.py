@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from core.config import EngineConfig
 from core.config_json import parse_model_config
 from core.errors import BadCheckpoint
+from core.scheduler import Scheduler
+from core.types import Request, SamplingParams
 from gpu import parameters
 from gpu import weights as weights_module
 from gpu.checkpoint import open_checkpoint
@@ -20,14 +24,16 @@ from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
 from gpu.parameters import LayerWeights, ModelWeights, Target, matrices
 from gpu.quant import QuantizedWeight, dequantize
 from gpu.streams import StagedCopies
-from gpu.weights import MatrixForm, prequantized_scheme
+from gpu.weights import MatrixForm, check_checkpoint, prequantized_scheme
 from tests import fp8_files, packed_files
+from tests.fakes import FakeClock
 from tests.fp8_files import BLOCKS, SCHEMES, WHOLE
 from tests.gpu.conftest import ENGINE, load_whole, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.gpu.late_streams import LateStreams
 from tests.gpu.test_memory_plan import BF16, CUDA
-from tests.oracle import Oracle, read_config
+from tests.oracle import Oracle, read_config, save_random_model
+from tests.workload import Workload, WorkloadRun
 
 CPU = torch.device("cpu")
 TENSORS = "model.safetensors"
@@ -84,6 +90,7 @@ def change_tensors(directory: Path, change: Callable[[Tensors], object]) -> None
 def load(directory: Path, is_kept: bool, dtype: torch.dtype = torch.float32, fill: Any = Target.fill) -> ModelWeights:
     config = parse_model_config(read_config(directory))
     checkpoint = open_checkpoint(directory, config.packing)
+    config = check_checkpoint(checkpoint, config)
     return load_whole(checkpoint, config, dtype, CPU, no_progress, MatrixForm(serves_prequantized=is_kept), fill)
 
 
@@ -163,6 +170,117 @@ def test_families_say_what_their_floats_say(
     assert tokens_of(stored) == want
     if all(isinstance(weight, QuantizedWeight) for weight in found.values()):
         assert tokens_of(stored, quantize="fp8") == want
+
+
+STEPS = r"in_proj_(a|b|ba)\.weight"  # which published checkpoints leave as floats
+OF_RECURRENT_LAYERS = {
+    "lfm2": ("compressed channels", "a^"),
+    "qwen3_5": ("blocks", STEPS),
+    "qwen3_5_moe": ("compressed channels", STEPS),
+    "qwen3_next": ("whole", STEPS),
+    "granite_hybrid": ("compressed channels", "router"),
+    "granite_hybrid_dense": ("compressed blocks", "a^"),
+    "falcon_h1": ("compressed channels", "a^"),
+    "nemotron_h": ("model optimizer", "a^"),
+}
+
+
+@pytest.mark.parametrize("family", OF_RECURRENT_LAYERS)
+def test_recurrent_layers_compute_by_8_bit_floats_what_transformers_computes(
+    family: str, model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In chunks and in company. Rows are reordered, and multiplied by factors, together with their scales."""
+    name, without = OF_RECURRENT_LAYERS[family]
+    stored, floats = fp8_files.save_pair(model_directory(family), tmp_path, SCHEMES[name], without)
+    found, wanted = loaded_matrices(load(stored, True)), loaded_matrices(load(floats, False))
+    assert any(isinstance(weight, QuantizedWeight) for weight in found.values())
+    for matrix, weight in found.items():
+        is_odd = name.endswith("blocks") and weight.shape[-1] % 32
+        assert isinstance(weight, Tensor if is_odd else QuantizedWeight)
+        torch.testing.assert_close(as_floats(weight), wanted[matrix][: weight.shape[0]], rtol=2e-7, atol=0)
+    check_answers(stored, Oracle(floats), ENGINE)
+    if not name.endswith("blocks"):  # odd rows would be quantised anew
+        check_answers(stored, Oracle(floats), AS_STORED)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "matrices"),
+    [
+        ("qwen3_5", AWQ, r"language_model.*layers.*(_proj|qkv|z)\.weight"),
+        ("qwen3_next", GPTQ, r"layers.*(_proj|qkvz|ba)\.weight"),
+        ("qwen3_5_moe", GPTQ, r"experts.*_proj\.weight"),
+        ("falcon_h1", GPTQ, r"layers.*_proj\.weight"),
+        ("nemotron_h", AWQ, r"(?<!in)_proj\.weight"),
+    ],
+)
+def test_recurrent_layers_compute_by_packed_integers_what_transformers_computes(
+    family: str, scheme: dict[str, Any], matrices: str, tmp_path: Path
+) -> None:
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 16} if family == "falcon_h1" else {}  # integers pack 8 outputs
+    source = save_random_model(family, tmp_path / "source", **sizes)
+    packed, floats = packed_files.save_pair_like(source, tmp_path, scheme, matrices)
+    found, wanted = (loaded_matrices(load_as_served(directory)) for directory in (packed, floats))
+    assert any(isinstance(weight, QuantizedWeight) for weight in found.values())
+    for name, weight in found.items():
+        torch.testing.assert_close(as_floats(weight), wanted[name][: weight.shape[0]], rtol=0, atol=1e-5)
+    check_answers(packed, Oracle(floats), ENGINE)
+
+
+def check_answers(directory: Path, oracle: Oracle, engine: EngineConfig) -> None:
+    runner = open_runner(directory, engine)
+    scheduler = Scheduler(replace(runner.limits, max_batch_tokens=24, timed_rows=()), (), seeds=lambda: 0)
+    sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    prompts = {"one": PROMPT, "two": PROMPT[7:], "three": [5]}
+    asked = [
+        Request(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, arrival_s=0.0)
+        for name, prompt in prompts.items()
+    ]
+    found = WorkloadRun(
+        Workload([(place, one) for place, one in enumerate(asked)]), scheduler, runner, FakeClock()
+    ).run()
+    for name, prompt in prompts.items():
+        assert found[name].endings[0].token_ids == oracle.greedy(prompt, 10)
+
+
+@pytest.mark.parametrize("scheme", ["compressed channels", "blocks"])
+def test_stacked_experts_are_those_that_lie_apart(
+    scheme: str, model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As transformers writes them: the scales' names are the experts', with an ending."""
+    stored, _ = fp8_files.save_pair(
+        model_directory("qwen3_5_moe"), tmp_path, SCHEMES[scheme], f"{STEPS}|gate_proj|up_proj"
+    )
+    end = "scale_inv" if scheme == "blocks" else "scale"
+
+    def stack(tensors: Tensors) -> None:
+        for layer in range(2):
+            owner = f"model.layers.{layer}.mlp.experts"
+            apart = {
+                part: torch.stack([tensors.pop(f"{owner}.{i}.{part}") for i in range(6)])
+                for part in ("gate_proj.weight", "up_proj.weight", "down_proj.weight", f"down_proj.weight_{end}")
+            }
+            tensors[f"{owner}.gate_up_proj"] = torch.cat([apart["gate_proj.weight"], apart["up_proj.weight"]], 1)
+            tensors[f"{owner}.down_proj"] = apart["down_proj.weight"]
+            tensors[f"{owner}.down_proj_{end}"] = apart[f"down_proj.weight_{end}"]
+
+    wanted = loaded_matrices(load(stored, True))
+    change_tensors(stored, stack)
+    for name, weight in loaded_matrices(load(stored, True)).items():
+        assert isinstance(weight, QuantizedWeight) == isinstance(wanted[name], QuantizedWeight)
+        assert torch.equal(as_floats(weight), as_floats(wanted[name]))
+
+
+def test_what_a_delta_net_does_not_quantise_is_counted(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
+    stored, _ = fp8_files.save_pair(model_directory("qwen3_next"), tmp_path, SCHEMES["compressed channels"], STEPS)
+    config = parse_model_config(read_config(stored))
+    checkpoint = open_checkpoint(stored, config.packing)
+    config = check_checkpoint(checkpoint, config)
+    saved_bytes = sum(
+        2 * weight.values.numel() - weight.values.nbytes - weight.scales.nbytes
+        for weight in loaded_matrices(load(stored, True, torch.bfloat16)).values()
+    )
+    wanted = 2 * config.num_parameters - saved_bytes
+    assert weights_size_bytes(config, torch.bfloat16, None, CUDA.device, checkpoint) == wanted
 
 
 def test_int4_leaves_packed_integers_as_they_are_and_other_schemes_quantise_the_floats(pair: Pair) -> None:

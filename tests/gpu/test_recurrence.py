@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config_json import parse_model_config
-from core.errors import StartupError, UnsupportedModel
+from core.errors import StartupError
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.recurrence import read_states
@@ -22,7 +21,7 @@ from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import make_plan
 from tests.gpu.operator_cases import noise
 from tests.gpu.test_overlap import EOS, draw_workload
-from tests.oracle import Oracle, read_config
+from tests.oracle import Oracle
 from tests.workload import Outcome, Workload, WorkloadRun
 
 FAMILIES = ("lfm2", "qwen3_5", "falcon_h1")
@@ -138,12 +137,6 @@ def test_what_does_not_go_with_recurrent_layers_is_refused(
 ) -> None:
     with pytest.raises(StartupError, match=flag):
         open_runner(model_directory("lfm2"), replace(ENGINE, **settings))
-
-
-def test_quantised_checkpoints_are_refused(model_directory: Callable[[str], Path]) -> None:
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    with pytest.raises(UnsupportedModel, match="fp8 checkpoints of models with recurrent layers"):
-        parse_model_config({**read_config(model_directory("qwen3_5")), "quantization_config": fp8})
 
 
 def test_experts_may_lie_in_one_tensor(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
