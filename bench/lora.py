@@ -23,6 +23,7 @@ from bench.results import Cell, table_of
 from bench.speculative import interval
 from core.types import Adapter
 from gpu.adapters import CONFIG_FILE, PREFIX, SITES, WEIGHTS_FILE, AdaptedLinear, StepAdapters
+from gpu.model import adapter_sites
 from gpu.parameters import empty_weights
 from gpu.runner import ModelRunner
 
@@ -50,8 +51,7 @@ def switch(runner: ModelRunner, has_adapters: bool) -> None:
         return
     model.adapted = step = StepAdapters(model.operators.low_rank()) if has_adapters else None
     for index, layer in enumerate(model.layers):
-        for site in SITES:
-            owner: Any = layer.attention if site in ("qkv", "output") else layer.mlp
+        for owner, site in adapter_sites(layer):
             linear = getattr(owner, site)
             setattr(owner, site, linear.linear if step is None else AdaptedLinear(linear, index, site, step))
 

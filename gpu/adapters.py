@@ -32,14 +32,15 @@ from core.types import Adapter
 from gpu.attention import IntArray
 from gpu.checkpoint import text_name
 from gpu.linear import Linear, can_pack, make_linear
-from gpu.parameters import EMBEDDING, HEAD, Target, empty_weights, layer_of
+from gpu.parameters import EMBEDDING, HEAD, MIXER_MATRICES, Target, empty_weights, layer_of
 
 if TYPE_CHECKING:
     from gpu.cpu_kernels.low_rank import LowRankKernel, PackedLowRank, PackedRowGroups
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
-SITES = ("qkv", "output", "gate_up", "down")  # a layer's matrices that adapters may add to
+MIXER_SITES = (*MIXER_MATRICES, "steps")
+SITES = (*MIXER_SITES, "gate_up", "down")  # a layer's matrices that adapters may add to
 MOST_CONFIG_BYTES = 1024**2
 MOST_HEADER_BYTES = 16 * 1024**2  # of the weights' file, beside float64 numbers
 RANKS_STEP = 16  # a matrix's ranks are padded to a multiple of it where the kernel serves
@@ -296,7 +297,7 @@ def _target(file: Path, module: str, name: str, targets: Mapping[str, Target], m
     if name in (HEAD, EMBEDDING):
         why = "adapters of embeddings and lm_head are not supported"
     elif target is not None:
-        why = "adapters of this matrix are not supported: only those of attention and MLPs, not of experts"
+        why = "adapters of this matrix are not supported: only those of attention, recurrences and MLPs, not of experts"
     else:
         why = f"this server's model has no such matrix.{_made_for(base)}"
     raise BadAdapter(f"{file}: {PREFIX}{module}: {why.removesuffix('.')}.")
@@ -305,7 +306,7 @@ def _target(file: Path, module: str, name: str, targets: Mapping[str, Target], m
 def _is_site(name: str, target: Target, model: ModelConfig) -> bool:
     if target.matrix not in SITES:
         return False
-    return target.matrix in ("qkv", "output") or not model.layer(int(name.split(".")[2])).is_sparse
+    return target.matrix in MIXER_SITES or not model.layer(int(name.split(".")[2])).is_sparse
 
 
 def _made_for(base: str) -> str:
@@ -335,7 +336,7 @@ def _fused(model: ModelConfig, index: int, pairs: _Pairs, dtype: torch.dtype) ->
         target.into[:, first : used[site]] = up
         target.finish()
         downs.setdefault(site, []).append(down.to(dtype))
-    owners = {site: layer.mlp if site in ("gate_up", "down") else layer for site in downs}
+    owners = {site: layer if site in MIXER_SITES else layer.mlp for site in downs}
     return {
         site: (torch.cat(parts), getattr(owners[site], site)[:, : used[site]].contiguous())
         for site, parts in downs.items()

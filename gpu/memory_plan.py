@@ -269,14 +269,13 @@ def _check_layers(model: ModelConfig, engine: EngineConfig) -> None:
     Raises:
         StartupError: a setting does not go with the model's layers.
     """
-    refused = {"--tensor-parallel": engine.tensor_parallel > 1, "--max-loras": engine.max_loras > 0}
-    what = "layers that differ in their sizes, or have inputs of their own"
-    if model.recurrence is not None:
-        refused |= {
-            "--kv-offload-memory": engine.kv_offload_bytes > 0,
-            "--kv-offload-dir": engine.kv_offload_dir is not None,
-        }
-        what = "recurrent layers"
+    refused, what = {"--tensor-parallel": engine.tensor_parallel > 1}, "recurrent layers"
+    if model.recurrence is None:
+        refused["--max-loras"] = engine.max_loras > 0
+        what = "layers that differ in their sizes, or have inputs of their own"
+    else:
+        refused["--kv-offload-memory"] = engine.kv_offload_bytes > 0
+        refused["--kv-offload-dir"] = engine.kv_offload_dir is not None
     for flag, is_set in refused.items():
         if is_set and (model.recurrence is not None or model.inputs is not None or len(model.kinds) > 1):
             raise StartupError(f"{flag} is not supported for models with {what}.", f"start without {flag}.")

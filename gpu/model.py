@@ -4,7 +4,7 @@ Families differ in fields of ModelConfig and in which parameters a layer has. No
 Keys and values are written to the paged cache before attention reads it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.config import ModelConfig, RopeConfig, Sight
-from gpu.adapters import AdaptedLinear, AdaptedRows, StepAdapters
+from gpu.adapters import SITES, AdaptedLinear, AdaptedRows, StepAdapters
 from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
@@ -22,7 +22,6 @@ from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
-from gpu.quant import Weight
 from gpu.recurrence import Recurrence, RecurrentRows
 from gpu.rows import StepTokens
 
@@ -81,7 +80,8 @@ class LayerAttention:
 class LayerRecurrence:
     """A layer's recurrence."""
 
-    taken: Linear  # hidden -> RecurrentConfig.input_size
+    taken: Linear  # hidden -> RecurrentConfig.input_size, without `steps`
+    steps: Linear | None  # hidden -> 2 * heads; see LayerWeights
     mix: Recurrence
     state: int  # index among the recurrent layers
     given: Linear  # RecurrentConfig.output_size -> hidden
@@ -148,9 +148,8 @@ class Model:
         self.adapted = StepAdapters(operators.low_rank()) if takes_adapters else None
         if self.adapted is not None:
             for index, one in enumerate(self.layers):
-                for owner, sites in ((one.attention, ("qkv", "output")), (one.mlp, ("gate_up", "down"))):
-                    for site in sites if isinstance(owner, LayerAttention | Mlp) else ():
-                        setattr(owner, site, AdaptedLinear(getattr(owner, site), index, site, self.adapted))
+                for owner, site in adapter_sites(one):
+                    setattr(owner, site, AdaptedLinear(getattr(owner, site), index, site, self.adapted))
         self._next_norms = [layer.first_norm for layer in self.layers[1:]] + [None]
         # Rounded to the weights' format, as in training.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
@@ -285,7 +284,9 @@ class Model:
             added = self._attention(attention, x, rotations, batch, cache.layers[attention.cached])
         if recurrence is not None:
             assert batch.recurrent is not None, "the model has recurrent layers"
-            beside = recurrence.given(recurrence.mix(recurrence.taken(x), batch.recurrent, recurrence.state))
+            taken = recurrence.taken(x)
+            taken = taken if recurrence.steps is None else torch.cat([taken, recurrence.steps(x)], 1)
+            beside = recurrence.given(recurrence.mix(taken, batch.recurrent, recurrence.state))
             added = beside if added is None else added.add_(beside)
         assert added is not None, "it attends, or is recurrent"
         return added
@@ -344,6 +345,13 @@ class Model:
         if post_norm is not None:
             added = self.operators.norm(added, post_norm)
         return self.operators.add_norm(x, added, self._residual_scale, next_norm)
+
+
+def adapter_sites(layer: Layer) -> Iterator[tuple[LayerAttention | LayerRecurrence | Mlp, str]]:
+    """Owner and attribute of a layer's matmuls that adapters may add to."""
+    for owner in (layer.attention, layer.recurrence, layer.mlp):
+        if isinstance(owner, LayerAttention | LayerRecurrence | Mlp):
+            yield from ((owner, site) for site in SITES if getattr(owner, site, None) is not None)
 
 
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
@@ -421,19 +429,12 @@ def _recurrence(config: ModelConfig, weights: LayerWeights, index: int, operator
     if weights.taken is None or weights.given is None or weights.recurrent is None or config.recurrence is None:
         return None
     return LayerRecurrence(
-        taken=_taken(weights.taken, weights, operators),
+        taken=operators.linear(weights.taken, weights.taken_bias),
+        steps=None if weights.steps is None else operators.small(weights.steps, None),
         mix=operators.recurrence(config.recurrence, weights.recurrent),
         state=sum(one.is_recurrent for one in config.all_layers[:index]),
         given=operators.linear(weights.given, weights.given_bias),
     )
-
-
-def _taken(weight: Weight, weights: LayerWeights, operators: Operators) -> Linear:
-    taken = operators.linear(weight, weights.taken_bias)
-    if weights.steps is None:
-        return taken
-    steps = operators.small(weights.steps, None)
-    return lambda x: torch.cat([taken(x), steps(x)], 1)
 
 
 def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators, sparsity: float) -> Block | None:

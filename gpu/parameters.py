@@ -91,7 +91,7 @@ class Target:
         is_scale: multiplies what another tensor has written, so it is read last.
         arrange: gives all rows in the order of here from those of the checkpoint; None: it is the same.
         factor: of all numbers, or [rows, 1]; None: 1.
-        matrix: which matrix (see matrices) the rows belong to; None: none, or a bias.
+        matrix: which matrix (see matrices; or `steps`) the rows belong to; None: none, or a bias.
     """
 
     into: Tensor
@@ -589,7 +589,7 @@ def _delta_net(layer: LayerWeights, found: Allocation, own: RecurrentConfig) -> 
         sizes[f"{strength}a"] = 2 * own.num_heads
     if own.has_float_steps:
         apart = {name: sizes.pop(name) for name in (strength, step, f"{strength}a") if name in sizes}
-        layer.steps = found.parts(apart, "weight", hidden)
+        layer.steps = found.parts(apart, "weight", hidden, matrix="steps")
     layer.taken = found.parts(sizes, "weight", hidden, matrix="taken")
     per_key = own.num_heads // own.num_key_heads
     values = per_key * own.value_dim

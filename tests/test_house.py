@@ -27,13 +27,13 @@ BUDGETS = {
     "server/upstream": (1690, 6),
     "server/wire": (4910, 15),
     "core": (18_820, 46),
-    "gpu": (12_750, 37),
+    "gpu": (12_755, 37),
     "gpu/cpu_kernels": (5365, 14),
     "gpu/kernels": (2910, 7),
     "gpu/parallel": (770, 5),
     "bench": (10_220, 38),
 }
-TEST_LINES = 73_420
+TEST_LINES = 73_445
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

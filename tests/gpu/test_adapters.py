@@ -21,7 +21,8 @@ from core.types import Adapter, Request, SamplingParams
 from gpu.adapters import adapter_bytes
 from gpu.cpu_kernels import support
 from gpu.runner import ModelRunner
-from tests.adapter_files import save_adapter, save_merged
+from tests import fp8_files
+from tests.adapter_files import EVERYWHERE, save_adapter, save_merged
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver
 from tests.gpu.test_overlap import draw_workload
@@ -39,6 +40,17 @@ PATTERNS: dict[str, Any] = {
     "rank_pattern": {"layers.1.self_attn.q_proj": 3, "down_proj": 5, "^model.layers.0.self_attn.o_proj": 16},
     "alpha_pattern": {"v_proj": 9, "qkv_proj": 2.5},
 }
+# Of families that have others than EVERYWHERE, or experts. Falcon's factors multiply what adapters add, too
+TARGETS: dict[str, tuple[str, ...]] = {
+    "qwen3_moe": ("q_proj", "o_proj"),
+    "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+    "qwen3_5": (*EVERYWHERE, *(f"in_proj_{name}" for name in ("qkv", "z", "a", "b")), "out_proj"),
+    "qwen3_next": ("q_proj", "v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "granite_hybrid": ("q_proj", "in_proj", "out_proj"),
+    "falcon_h1": (*EVERYWHERE, "in_proj", "out_proj"),
+    "nemotron_h": ("v_proj", "o_proj", "in_proj", "out_proj"),
+}
 MODELS = Callable[[str], Path]
 
 
@@ -53,15 +65,13 @@ def says(runner: ModelRunner, adapter: Any = None, num_tokens: int = 8) -> tuple
 
 
 @pytest.mark.parametrize("settings", [{"lora_alpha": 8}, PATTERNS], ids=["plain", "patterns"])
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "phi3", "glm4", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "phi3", "glm4", *TARGETS])
 def test_an_adapter_adds_what_merged_weights_have(
     family: str, settings: dict[str, Any], model_directory: MODELS, tmp_path: Path
 ) -> None:
     model = model_directory(family)
     runner = open_runner(model, LORAS)
-    targets = ("q_proj", "o_proj") if family == "qwen3_moe" else ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
-    more = {"targets": targets} if family in ("qwen3_moe", "deepseek_v3") else {}
-    path = save_adapter(tmp_path / "adapter", model, **more, **settings)
+    path = save_adapter(tmp_path / "adapter", model, targets=TARGETS.get(family, EVERYWHERE), **settings)
     adapter = runner.load_adapter(path)
     ids, logprobs = says(runner, adapter)
     merged_ids, merged_logprobs = says(open_runner(save_merged(tmp_path / "merged", model, path)))
@@ -102,10 +112,14 @@ def test_sixteen_mixed_say_what_each_says_alone(
         assert len({tuple(ids) for ids, _ in alone}) == 17, "each adapter has something else to say"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_histories_say_what_each_request_says_alone(dtype: str, model_directory: MODELS, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama3", "float32"), ("llama3", "bfloat16"), ("falcon_h1", "bfloat16")]
+)
+def test_histories_say_what_each_request_says_alone(
+    family: str, dtype: str, model_directory: MODELS, tmp_path: Path
+) -> None:
     """With drafts, shared prompts, chunks, preemptions, pauses and clients that leave; base and adapters mixed."""
-    model = model_directory("llama3")
+    model = model_directory(family)
     runner = open_runner(model, dataclasses.replace(LORAS, dtype=dtype))
     loaded = [runner.load_adapter(save_adapter(tmp_path / str(i), model, seed=i, size=0.4)) for i in range(3)]
     num_accepted = num_preempted = num_hits = 0
@@ -156,6 +170,19 @@ def test_a_quantised_base_keeps_its_rounding(scheme: str, model_directory: MODEL
     ids, logprobs = says(runner)
     assert torch.equal(says(runner, nothing)[1], logprobs)
     assert says(runner, something)[0] != ids
+
+
+def test_a_delta_net_that_is_quantised_in_part_takes_adapters_everywhere(
+    model_directory: MODELS, tmp_path: Path
+) -> None:
+    scheme, steps = fp8_files.SCHEMES["compressed channels"], r"in_proj_ba\.weight"
+    stored, floats = fp8_files.save_pair(model_directory("qwen3_next"), tmp_path, scheme, steps)
+    path = save_adapter(tmp_path / "adapter", floats, targets=TARGETS["qwen3_next"], lora_alpha=8)
+    (ids, logprobs), (wanted_ids, wanted) = (
+        says(runner, runner.load_adapter(path)) for runner in (open_runner(one, LORAS) for one in (stored, floats))
+    )
+    assert ids == wanted_ids
+    torch.testing.assert_close(logprobs, wanted, atol=2e-4, rtol=1e-4)
 
 
 def test_rows_without_an_adapter_cost_no_operation_more(model_directory: MODELS, tmp_path: Path) -> None:

@@ -128,7 +128,6 @@ def test_forks_say_what_the_oracle_says(name: str, model_directory: Callable[[st
         ({"tensor_parallel": 2}, "--tensor-parallel"),
         ({"kv_offload_bytes": 2**20}, "--kv-offload-memory"),
         ({"kv_offload_dir": "kv"}, "--kv-offload-dir"),
-        ({"max_loras": 1}, "--max-loras"),
         ({"deterministic": True, "max_batch_tokens": 20}, "--deterministic"),
     ],
 )
