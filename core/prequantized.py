@@ -1,8 +1,8 @@
 """Parses config.json's quantization_config: prequantized checkpoints are understood completely or refused. Any thread.
 
-GPTQ and AWQ pack integers; the others store 8-bit floats (e4m3). Only weights are read so: scales of activations, keys
-and values are ignored, and those stay in the serving format. The tensor files show which matrices are quantised, so
-lists of modules that are not are ignored too.
+GPTQ, AWQ and compressed-tensors' pack-quantized pack integers; the others store 8-bit floats (e4m3). Only weights are
+read so: scales of activations, keys and values are ignored, and those stay in the serving format. The tensor files show
+which matrices are quantised, so lists of modules that are not are ignored too.
 
 Sources: AutoGPTQ and AutoAWQ; transformers, FineGrainedFP8Config; AutoFP8, its config.json; compressed-tensors,
 QuantizationArgs; NVIDIA's Model Optimizer, export/convert_hf_config.py. What the 8-bit numbers are: arXiv:2209.05433.
@@ -36,15 +36,25 @@ _NEUTRAL_FP8: dict[str, dict[str, tuple[Any, ...]]] = {
         "scale_fmt": ("float", "ue8m0", None),  # powers of two are floats, too
         "expert_dtype": ("fp8", None),
     },
-    "compressed-tensors": {"format": ("float-quantized",), "transform_config": ({}, None)},
     "modelopt": {"quant_algo": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")},
 }
-_NEUTRAL_FP8_WEIGHTS: dict[str, tuple[Any, ...]] = {
-    "num_bits": (8,),
-    "type": ("float",),
-    "symmetric": (True, None),
-    "dynamic": (False, None),
-    "strategy": ("tensor", "channel", "block"),
+FLOATS, INTEGERS = "float-quantized", "pack-quantized"  # compressed-tensors' names
+_NEUTRAL_COMPRESSED = {"compressed-tensors": {"format": (FLOATS, INTEGERS), "transform_config": ({}, None)}}
+_NEUTRAL_WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    FLOATS: {
+        "num_bits": (8,),
+        "type": ("float",),
+        "symmetric": (True, None),
+        "dynamic": (False, None),
+        "strategy": ("tensor", "channel", "block"),
+    },
+    INTEGERS: {
+        "num_bits": (4, 8),
+        "type": ("int",),
+        "dynamic": (False, None),
+        "strategy": ("channel", "group"),
+        "actorder": ("static", "weight", "dynamic", "group", None),
+    },
 }
 
 
@@ -56,7 +66,7 @@ def refuse_other_methods(config: Mapping[str, Any]) -> None:
     given = config.get("quantization_config")
     if given is not None and parse_packed(config) is None and parse_fp8(config) is None:
         method = given.get("quant_method") if isinstance(given, Mapping) else given
-        known = " or ".join((*_NEUTRAL_PACKED, *_NEUTRAL_FP8))
+        known = " or ".join((*_NEUTRAL_PACKED, *_NEUTRAL_FP8, *_NEUTRAL_COMPRESSED))
         raise UnsupportedModel(
             f"config.json: quantization_config.quant_method={method!r} is not supported.",
             f"use a model quantised by {known}, or the plain model with --quantize.",
@@ -68,10 +78,11 @@ class PackedConfig:
     """How a checkpoint's matrices are packed: weight = (value - zero) * scale, with integers of so many bits.
 
     Args:
-        method: "gptq" or "awq".
+        method: "gptq", "awq" or "compressed-tensors".
         group_size: inputs that share scale and zero; None: all of a row.
         has_order: each input names its group (desc_act), and neighbours may be in different ones.
         zero_offset: to be added to stored zeros.
+        has_zeros: they are stored; False: all are the middle one.
     """
 
     method: str
@@ -79,6 +90,7 @@ class PackedConfig:
     group_size: int | None
     has_order: bool
     zero_offset: int
+    has_zeros: bool = True
 
     @property
     def is_served(self) -> bool:
@@ -88,14 +100,14 @@ class PackedConfig:
 
 
 def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
-    """None: the checkpoint uses neither GPTQ nor AWQ.
+    """None: the checkpoint packs no integers.
 
     Raises:
         UnsupportedModel, BadCheckpoint: it does, in an unsupported or an inconsistent variant.
     """
-    given = read_quantization(config, _NEUTRAL_PACKED)
+    given, compressed = read_quantization(config, _NEUTRAL_PACKED), _parse_compressed(config)
     if given is None:
-        return None
+        return compressed if isinstance(compressed, PackedConfig) else None
     if given["quant_method"] == "awq":
         return _parse_awq(given)
     _refuse_other_settings(given)
@@ -156,36 +168,42 @@ class Fp8Config:
 
 def parse_fp8(config: Mapping[str, Any]) -> Fp8Config | None:
     """None: the checkpoint does not store 8-bit floats. Raises as parse_packed."""
-    given = read_quantization(config, _NEUTRAL_FP8)
+    given, compressed = read_quantization(config, _NEUTRAL_FP8), _parse_compressed(config)
     if given is None:
-        return None
+        return compressed if isinstance(compressed, Fp8Config) else None
     if given["quant_method"] == "fp8":
         return Fp8Config(_block(given.get("weight_block_size"), "quantization_config.weight_block_size"))
-    if given["quant_method"] == "modelopt":
-        return Fp8Config(None)
-    sparsity = given.get("sparsity_config")
+    return Fp8Config(None)
+
+
+def _parse_compressed(config: Mapping[str, Any]) -> PackedConfig | Fp8Config | None:
+    """Of compressed-tensors. All groups must be stored alike, so that their lists of modules do not matter."""
+    given = read_quantization(config, _NEUTRAL_COMPRESSED)
+    if given is None:
+        return None
+    sparsity, groups = given.get("sparsity_config"), given.get("config_groups")
     if isinstance(sparsity, Mapping):
         refuse_others(sparsity, {"format": ("dense", None)}, "quantization_config.sparsity_config")
-    return _parse_groups(given.get("config_groups"))
-
-
-def _parse_groups(groups: object) -> Fp8Config:
-    """Of compressed-tensors. All groups must be stored alike, so that their lists of modules do not matter."""
     if not isinstance(groups, Mapping) or not groups:
         raise bad_field(f"quantization_config.config_groups={groups!r} names no group.")
-    found = [_parse_group(group, f"quantization_config.config_groups.{name}") for name, group in groups.items()]
-    if len(set(found)) > 1:
-        blocks = sorted({str(each.block) for each in found})
-        raise unsupported_field("quantization_config.config_groups: block_structure", blocks, ("one for all groups",))
-    return found[0]
+    found = {_parse_group(group, f"quantization_config.config_groups.{name}", given) for name, group in groups.items()}
+    if len(found) > 1:
+        name = "quantization_config.config_groups: weights"
+        raise unsupported_field(name, sorted(map(str, found)), ("the same in all groups",))
+    return found.pop()
 
 
-def _parse_group(group: object, name: str) -> Fp8Config:
+def _parse_group(group: object, name: str, given: Mapping[str, Any]) -> PackedConfig | Fp8Config:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
         raise bad_field(f"{name} does not say how weights are stored.")
-    refuse_others(group, {"format": ("float-quantized", None)}, name)
-    refuse_others(weights, _NEUTRAL_FP8_WEIGHTS, f"{name}.weights")
+    refuse_others(group, {"format": (given["format"], None)}, name)
+    refuse_others(weights, _NEUTRAL_WEIGHTS[given["format"]], f"{name}.weights")
+    if given["format"] == INTEGERS:
+        has_order = weights.get("actorder") in ("group", "dynamic")
+        group_size = _group_size(weights, "group_size") if weights["strategy"] == "group" else None
+        has_zeros = not read_bool(weights, "symmetric", True)
+        return PackedConfig("compressed-tensors", weights["num_bits"], group_size, has_order, 0, has_zeros)
     if weights["strategy"] != "block":
         return Fp8Config(None)
     block = _block(weights.get("block_structure"), f"{name}.weights.block_structure")

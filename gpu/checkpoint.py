@@ -28,10 +28,12 @@ from core.prequantized import Fp8Config, PackedConfig
 from gpu.blocks import IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks
 from gpu.parameters import Target
 from gpu.prequantized import (
+    COMPRESSED,
+    COMPRESSED_PARTS,
     FP8_FORMAT,
-    NEEDED_PARTS,
     PARTS,
     SCALES,
+    SHAPE_PART,
     UNREAD_SCALES,
     Fp8Weight,
     UnpackedWeight,
@@ -171,10 +173,16 @@ def open_checkpoint(path: Path, packing: PackedConfig | Fp8Config | None = None)
 
 
 def _with_packed(checkpoint: Checkpoint, packing: PackedConfig) -> Checkpoint:
-    tensors = dict(checkpoint.tensors)
-    for module in [name.removesuffix(".qweight") for name in checkpoint.tensors if name.endswith(".qweight")]:
-        parts = {part: tensors.pop(f"{module}.{part}") for part in PARTS if f"{module}.{part}" in tensors}
-        missing = [f"{module}.{part}" for part in NEEDED_PARTS if part not in parts]
+    unread = (SHAPE_PART, *UNREAD_SCALES)
+    tensors = {name: found for name, found in checkpoint.tensors.items() if not name.endswith(unread)}
+    parts_of = COMPRESSED_PARTS if packing.method == COMPRESSED else {part: part for part in PARTS}
+    first = f".{next(iter(parts_of))}"
+    for module in [name.removesuffix(first) for name in tensors if name.endswith(first)]:
+        own = {part: name for name, part in parts_of.items()}
+        parts = {part: tensors.pop(f"{module}.{name}") for part, name in own.items() if f"{module}.{name}" in tensors}
+        # Without g_idx neighbours are a group
+        needed = ("qweight", "qzeros", "scales") if packing.has_zeros else ("qweight", "scales")
+        missing = [f"{module}.{own[part]}" for part in needed if part not in parts]
         if missing:
             raise bad_checkpoint(f"{checkpoint.path}: {module} is packed, but without {named_tensors(missing)}.")
         tensors[f"{module}.weight"] = _matrix(packing, module, parts)
@@ -206,7 +214,7 @@ def _matrix(packing: PackedConfig, module: str, parts: dict[str, TensorHeader]) 
     qweight = parts["qweight"]
     if len(qweight.shape) != 2:
         raise bad_checkpoint(
-            f"{qweight.file}: {module}.qweight has the shape {list(qweight.shape)}, not that of a matrix."
+            f"{qweight.file}: {qweight.name} has the shape {list(qweight.shape)}, not that of a matrix."
         )
     shape = matrix_shape(packing, qweight.shape)
     expected = part_shapes(packing, *shape)
@@ -214,7 +222,7 @@ def _matrix(packing: PackedConfig, module: str, parts: dict[str, TensorHeader]) 
         if header.shape != expected[name] or header.format not in PARTS[name]:
             found = f"{list(header.shape)} as {header.format}"
             raise bad_checkpoint(
-                f"{header.file}: {module}.{name} is {found}; its qweight asks for {list(expected[name])}."
+                f"{header.file}: {header.name} is {found}; {qweight.name} asks for {list(expected[name])}."
             )
     size_bytes = sum(header.size_bytes for header in parts.values())
     stored_as = f"{packing.method.upper()} {packing.bits} bit"
@@ -462,7 +470,8 @@ def _safetensors_header(reader: Any, name: str, file: Path, has_fp8: bool) -> Te
     part = reader.get_slice(name)
     shape, number_format = tuple(part.get_shape()), str(part.get_dtype())
     is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
-    is_packed = is_packed or (number_format == INTEGERS and name.endswith(tuple(f".{part}" for part in PARTS)))
+    integers = tuple(f".{part}" for part in (*PARTS, *COMPRESSED_PARTS))
+    is_packed = is_packed or (number_format == INTEGERS and name.endswith(integers)) or name.endswith(SHAPE_PART)
     supported = (*FLOAT_BYTES, FP8_FORMAT) if has_fp8 else tuple(FLOAT_BYTES)
     if number_format not in supported and not is_packed and not is_buffer(name, shape):
         beside = "" if has_fp8 else f", and {FP8_FORMAT} where config.json has a quantization_config that says so"

@@ -1,11 +1,11 @@
-"""Prequantized matrices of GPTQ, AWQ and fp8 checkpoints: to floats, or to what kernels read. Thread: engine (at
-start).
+"""Prequantized matrices of a checkpoint: to floats, or to what kernels read. Thread: engine (at start).
 
-GPTQ and AWQ: several tensors of packed integers for each matrix become values, scales and zeros. 8-bit floats (e4m3)
-have scales, under one of two names; weight_scale_inv and weight_scale are both factors of the weight. Pure tensor
-maths: checkpoint.py finds the tensors of a matrix, core/prequantized.py reads config.json.
+Integers (GPTQ, AWQ, compressed-tensors): several tensors of packed integers for each matrix become values, scales and
+zeros. 8-bit floats (e4m3) have scales, under one of two names; weight_scale_inv and weight_scale are both factors of
+the weight. Pure tensor maths: checkpoint.py finds the tensors of a matrix, core/prequantized.py reads config.json.
 
-Sources: AutoGPTQ, nn_modules/qlinear, pack(); AutoAWQ, modules/linear/gemm.py, WQLinear_GEMM.from_linear.
+Sources: AutoGPTQ, nn_modules/qlinear, pack(); AutoAWQ, modules/linear/gemm.py, WQLinear_GEMM.from_linear;
+compressed-tensors, compressors/pack_quantized, pack_to_int32().
 """
 
 import math
@@ -21,7 +21,15 @@ from gpu.quant import FP8, MIDDLE_INT4, SLAB_ELEMENTS
 
 # name endings -> safetensors' names of their formats
 PARTS = {"qweight": ("I32",), "qzeros": ("I32",), "scales": ("F16", "BF16", "F32"), "g_idx": ("I32",)}
-NEEDED_PARTS = ("qweight", "qzeros", "scales")  # without g_idx neighbours are a group
+# compressed-tensors' names of the same, and a tensor that tells the shape
+COMPRESSED = "compressed-tensors"
+COMPRESSED_PARTS = {
+    "weight_packed": "qweight",
+    "weight_zero_point": "qzeros",
+    "weight_scale": "scales",
+    "weight_g_idx": "g_idx",
+}
+SHAPE_PART = ".weight_shape"
 # AWQ: the nibble of each of eight neighbouring outputs
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 INTEGER_BITS = 32
@@ -80,6 +88,8 @@ def unpack(packing: PackedConfig, parts: Mapping[str, Tensor], name: str) -> Unp
     Raises:
         BadCheckpoint: an input is of no group, or g_idx contradicts desc_act.
     """
+    if packing.method == COMPRESSED:
+        return _unpack_rows(packing, parts, name)
     scales = parts["scales"].float().T.contiguous()
     if packing.method == "awq":
         values, zeros = _awq_columns(parts["qweight"]), _awq_columns(parts["qzeros"])
@@ -93,10 +103,23 @@ def unpack(packing: PackedConfig, parts: Mapping[str, Tensor], name: str) -> Unp
     return UnpackedWeight(values.T.contiguous(), scales, zeros, groups)
 
 
+def _unpack_rows(packing: PackedConfig, parts: Mapping[str, Tensor], name: str) -> UnpackedWeight:
+    """compressed-tensors': values are packed along a row's inputs, zeros along the outputs."""
+    values, scales = _fields(parts["qweight"], packing.bits).flatten(1), parts["scales"].float()
+    zeros = torch.full_like(scales, 2 ** (packing.bits - 1))
+    if packing.has_zeros:
+        zeros = _fields(parts["qzeros"], packing.bits).transpose(1, 2).flatten(0, 1)[: len(values)].float()
+    groups = _groups(packing, parts.get("g_idx"), values.shape[1], scales.shape[1], name)
+    return UnpackedWeight(values, scales, zeros, groups)
+
+
 def part_shapes(packing: PackedConfig, num_out: int, num_in: int) -> dict[str, tuple[int, ...]]:
     """Shapes of all parts of a matrix."""
     fields = INTEGER_BITS // packing.bits
     num_groups = 1 if packing.group_size is None else -(-num_in // packing.group_size)
+    if packing.method == COMPRESSED:
+        qzeros, scales = (-(-num_out // fields), num_groups), (num_out, num_groups)
+        return {"qweight": (num_out, num_in // fields), "qzeros": qzeros, "scales": scales, "g_idx": (num_in,)}
     qweight = (num_in, num_out // fields) if packing.method == "awq" else (num_in // fields, num_out)
     scales = (num_groups, num_out)
     return {"qweight": qweight, "qzeros": (num_groups, num_out // fields), "scales": scales, "g_idx": (num_in,)}
@@ -106,6 +129,8 @@ def matrix_shape(packing: PackedConfig, qweight: tuple[int, ...]) -> tuple[int, 
     """[out, in] of a matrix, from the shape of its packed integers."""
     rows, columns = qweight
     fields = INTEGER_BITS // packing.bits
+    if packing.method == COMPRESSED:
+        return rows, columns * fields
     return (columns * fields, rows) if packing.method == "awq" else (columns, rows * fields)
 
 

@@ -91,6 +91,8 @@ def make_matrix(
     random: np.random.Generator, quantization: dict[str, Any], num_out: int, num_in: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Random integers, scales and zeros: the tensors of the format, and [out, in] floats."""
+    if quantization["quant_method"] == "compressed-tensors":
+        return make_compressed(random, quantization["config_groups"]["group_0"]["weights"], num_out, num_in)
     is_awq = quantization["quant_method"] == "awq"
     bits = quantization["bits"]
     size = num_in if quantization["group_size"] == -1 else quantization["group_size"]
@@ -114,6 +116,31 @@ def make_matrix(
     if not is_awq:
         parts["g_idx"] = torch.from_numpy(groups.astype(np.int32))
     return parts, torch.from_numpy(weight.T.astype(np.float32)).contiguous()
+
+
+def make_compressed(
+    random: np.random.Generator, weights: dict[str, Any], num_out: int, num_in: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same in the format of compressed-tensors, for signed integers."""
+    bits, size = weights["num_bits"], weights.get("group_size") or num_in
+    groups, half = np.arange(num_in) // size, 2 ** (bits - 1)
+    if weights.get("actorder") == "group":
+        groups = random.permutation(groups)
+    values = random.integers(-half, half, (num_out, num_in))
+    zeros = random.integers(-half, half, (num_out, -(-num_in // size))) * (not weights["symmetric"])
+    scales = torch.from_numpy(random.uniform(0.5, 1.5, zeros.shape) * 0.4 / 2**bits).bfloat16()
+    weight = (values - zeros[:, groups]) * scales.double().numpy()[:, groups]
+    parts = {
+        "weight_packed": pack_rows((values + half).T, bits).T.contiguous(),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([num_out, num_in]),
+    }
+    if not weights["symmetric"]:
+        padded = np.pad(zeros + half, ((0, -num_out % (32 // bits)), (0, 0)))
+        parts["weight_zero_point"] = pack_rows(padded, bits)
+    if weights.get("actorder") == "group":
+        parts["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
+    return parts, torch.from_numpy(weight.astype(np.float32)).contiguous()
 
 
 def pack_rows(values: Integers, bits: int) -> torch.Tensor:

@@ -26,14 +26,14 @@ BUDGETS = {
     "server/observing": (2650, 10),
     "server/upstream": (1690, 6),
     "server/wire": (4910, 15),
-    "core": (18_820, 46),
-    "gpu": (12_755, 37),
+    "core": (18_840, 46),
+    "gpu": (12_785, 37),
     "gpu/cpu_kernels": (5365, 14),
     "gpu/kernels": (2910, 7),
     "gpu/parallel": (770, 5),
     "bench": (10_220, 38),
 }
-TEST_LINES = 73_445
+TEST_LINES = 73_505
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -12,6 +12,9 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
 def parse(**fields: Any) -> PackedConfig | Fp8Config | None:
     config = {"quantization_config": fields}
     refuse_other_methods(config)
@@ -39,6 +42,15 @@ def test_stored_zeros_are_one_less_in_the_first_gptq_format_only() -> None:
     with pytest.raises(BadCheckpoint, match="gptq and gptq_v2"):
         parse(**GPTQ, checkpoint_format="gptq", format="gptq_v2")
     assert parse(**AWQ) == PackedConfig("awq", 4, 128, has_order=False, zero_offset=0)
+
+
+def test_packed_integers_of_compressed_tensors_are_read() -> None:
+    found = PackedConfig("compressed-tensors", 4, 32, has_order=False, zero_offset=0, has_zeros=False)
+    assert parse(**compressed(PACKED, format="pack-quantized")) == found
+    assert parse(**compressed({**PACKED, "actorder": "weight"}, format="pack-quantized")) == found
+    asymmetric = {**PACKED, "symmetric": False, "actorder": "group", "num_bits": 8, "strategy": "channel"}
+    found = PackedConfig("compressed-tensors", 8, None, has_order=True, zero_offset=0, has_zeros=True)
+    assert parse(**compressed(asymmetric, format="pack-quantized")) == found
 
 
 def test_modules_may_be_left_out_by_name() -> None:
@@ -107,7 +119,10 @@ def test_what_shares_a_scale_is_known(fields: dict[str, Any], block: tuple[int, 
         ({**FP8, "fmt": "e5m2"}, r"fmt='e5m2' is not supported. Fix: .*fmt as: 'e4m3'"),
         ({**FP8, "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
         ({**FP8, "scale_fmt": "e3m4"}, "scale_fmt"),
-        (compressed({}, format="pack-quantized"), "format='pack-quantized'.* as: 'float-quantized'"),
+        (compressed({}, format="int-quantized"), "format='int-quantized'.* as: 'float-quantized', 'pack-quantized'"),
+        (compressed({}, format="pack-quantized"), "type='float'"),
+        (compressed({**PACKED, "num_bits": 3}, format="pack-quantized"), "num_bits=3"),
+        (compressed({**PACKED, "actorder": "other"}, format="pack-quantized"), "actorder='other'"),
         (compressed({}, format="nvfp4-pack-quantized"), "nvfp4"),
         (compressed({}, format="mixed-precision"), "mixed-precision"),
         (compressed({}, transform_config={"config_groups": {"R1": {}}}), "transform_config"),
@@ -139,7 +154,7 @@ def test_a_group_size_that_cannot_be_is_refused(size: object) -> None:
 def test_groups_that_are_scaled_in_different_ways_are_named() -> None:
     (channels,) = compressed({})["config_groups"].values()
     (blocks,) = compressed({"strategy": "block", "block_structure": [128, 128]})["config_groups"].values()
-    with pytest.raises(UnsupportedModel, match="block_structure"):
+    with pytest.raises(UnsupportedModel, match=r"config_groups: weights=.*block=None.*as: 'the same in all groups'"):
         parse(**compressed({}, config_groups={"a": channels, "b": blocks}))
     assert parse(**compressed({}, config_groups={"a": channels, "b": channels})) == Fp8Config(None)
 

@@ -42,6 +42,15 @@ PROMPT = [(37 * place) % 290 + 3 for place in range(30)]
 AS_STORED = replace(ENGINE, quantize="fp8")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, "num_bits": 4, **weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+PACKED = compressed(strategy="group", group_size=32)
+UNEVEN = compressed(strategy="group", group_size=32, symmetric=False)
 KEPT: dict[str, dict[str, Any]] = {
     "gptq": GPTQ,
     "gptq symmetric": {**GPTQ, "sym": True, "group_size": 64},
@@ -49,12 +58,17 @@ KEPT: dict[str, dict[str, Any]] = {
     "gptq v2": {**GPTQ, "checkpoint_format": "gptq_v2"},
     "awq": AWQ,
     "awq of 64": {**AWQ, "group_size": 64},
+    "compressed": PACKED,
+    "compressed, with zeros": UNEVEN,
+    "compressed, whole rows": compressed(strategy="channel"),
 }
 AS_FLOATS: dict[str, dict[str, Any]] = {
     "gptq ordered": {**GPTQ, "desc_act": True},
     "gptq 8 bit": {**GPTQ, "bits": 8},
     "gptq 8 bit whole rows": {**GPTQ, "bits": 8, "group_size": -1, "sym": True},
     "gptq small groups": {**GPTQ, "group_size": 16},
+    "compressed, ordered": compressed(strategy="group", group_size=32, actorder="group", symmetric=False),
+    "compressed, 8 bit": compressed(strategy="channel", num_bits=8),
 }
 Tensors = dict[str, torch.Tensor]
 
@@ -70,7 +84,7 @@ def pair(plain: Path, tmp_path: Path) -> Callable[[dict[str, Any]], tuple[Path, 
     """A scheme -> a directory that stores it, and one with the floats that it stands for."""
 
     def save(scheme: dict[str, Any]) -> tuple[Path, Path]:
-        is_packed = scheme.get("quant_method") in ("gptq", "awq")
+        is_packed = scheme.get("quant_method") in ("gptq", "awq") or scheme.get("format") == "pack-quantized"
         if is_packed:
             return packed_files.save_pair(tmp_path / "integers", scheme)
         return fp8_files.save_pair(plain, tmp_path, scheme)
@@ -211,6 +225,9 @@ def test_recurrent_layers_compute_by_8_bit_floats_what_transformers_computes(
         ("qwen3_5_moe", GPTQ, r"experts.*_proj\.weight"),
         ("falcon_h1", GPTQ, r"layers.*_proj\.weight"),
         ("nemotron_h", AWQ, r"(?<!in)_proj\.weight"),
+        ("nemotron_h", UNEVEN, r"_proj\.weight"),
+        ("qwen3_next", PACKED, r"layers.*(_proj|qkvz)\.weight"),
+        ("lfm2", PACKED, r"layers.*(_proj|\.w[123])\.weight"),
     ],
 )
 def test_recurrent_layers_compute_by_packed_integers_what_transformers_computes(
@@ -390,11 +407,17 @@ def drop(name: str) -> Callable[[Tensors], object]:
 
 
 DAMAGES: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], str]] = {
+    "no scales": (PACKED, drop(f"{MODULE}.weight_scale"), "without .*up_proj.weight_scale"),
+    "zeros of fewer outputs": (
+        UNEVEN,
+        put("weight_zero_point", lambda zeros: zeros[1:].clone()),
+        r"up_proj.weight_zero_point is \[15, 2\] as I32; .*up_proj.weight_packed asks for \[16, 2\]",
+    ),
     "no zeros": (GPTQ, drop(f"{MODULE}.qzeros"), "without .*up_proj.qzeros"),
     "short scales": (
         GPTQ,
         put("scales", lambda scales: scales[:1].clone()),
-        r"up_proj.scales is \[1, 128\] as F16; its qweight asks for \[2, 128\]",
+        r"up_proj.scales is \[1, 128\] as F16; .*up_proj.qweight asks for \[2, 128\]",
     ),
     "groups in an order": (GPTQ, put("g_idx", lambda groups: groups.fill_(7)), "desc_act is not set"),
     "a group that is not there": (
