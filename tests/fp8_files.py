@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-MATRIX = re.compile(r"(model|backbone)\.(language_model\.)?layers\.\d+\..*(_proj(_\w+)?|\.w[123]|put_linear)\.weight")
+MATRIX = re.compile(
+    r"(model|backbone|mtp)\.(language_model\.)?layers\.\d+\..*(_proj(_\w+)?|\.w[123]|put_linear)\.weight"
+)
 BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",

@@ -26,7 +26,7 @@ from gpu.loading import load_runner
 from gpu.memory_plan import estimate, mtp_bytes
 from gpu.mtp import MtpDrafts
 from gpu.runner import ModelRunner
-from tests import oracle
+from tests import fp8_files, oracle
 from tests.fakes import FakeClock, make_request
 from tests.gguf_files import parsed, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
@@ -288,12 +288,22 @@ def test_the_first_of_two_heads_drafts_from_safetensors_and_gguf_and_the_second_
 def test_qwens_head_drafts_from_a_gguf_file_as_from_safetensors(
     tmp_path: Path, with_head: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    directory, found = with_head("qwen3_5_moe")[1], []
-    for runner in (open_runner(directory), of_file(write_gguf(directory, tmp_path / "m.gguf"))):
-        runner.collect(sampled(runner, make_plan([(0, 0, PROMPT, True)], tables=[(0, i, i) for i in range(4)])))
-        assert isinstance(runner.drafts, MtpDrafts)
-        found.append(propose(runner.drafts, Computed([*PROMPT, 9]), 4))
-    assert found[0] == found[1]
+    directory = with_head("qwen3_5_moe")[1]
+    assert drafts_of(open_runner(directory)) == drafts_of(of_file(write_gguf(directory, tmp_path / "m.gguf")))
+
+
+def test_qwens_head_drafts_from_8_bit_floats_what_these_stand_for(
+    tmp_path: Path, with_head: Callable[[str], tuple[Path, Path]]
+) -> None:
+    stored, floats = fp8_files.save_pair(with_head("qwen3_next")[1], tmp_path, fp8_files.BLOCKS, "in_proj_ba")
+    assert "mtp.layers.0.self_attn.q_proj.weight_scale_inv" in load_file(stored / "model.safetensors")
+    assert drafts_of(open_runner(stored)) == drafts_of(open_runner(floats))
+
+
+def drafts_of(runner: ModelRunner) -> list[int]:
+    runner.collect(sampled(runner, make_plan([(0, 0, PROMPT, True)], tables=[(0, i, i) for i in range(4)])))
+    assert isinstance(runner.drafts, MtpDrafts)
+    return propose(runner.drafts, Computed([*PROMPT, 9]), 4)
 
 
 def test_a_gguf_file_without_its_head_is_served(tmp_path: Path, with_head: Callable[[str], tuple[Path, Path]]) -> None:
