@@ -17,7 +17,7 @@ from gpu.operators import Operators
 from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.tune import choose_matmuls
-from gpu.weights import MatrixForm, load_weights, prequantized_scheme
+from gpu.weights import MatrixForm, check_checkpoint, load_weights, prequantized_scheme
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import Driver
@@ -55,6 +55,7 @@ def open_runner(
     choice = DeviceChoice(device, "", torch.float32, "", 1, "")
     config, engine = parse_model_config(read_config(directory)), dataclasses.replace(ENGINE, quantize=scheme)
     checkpoint = open_checkpoint(directory, config.packing)
+    config = check_checkpoint(checkpoint, config)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, 1 << 30)
     with torch.inference_mode(), quantizing(engine) as convert:
         form = MatrixForm(convert, prequantized_scheme(config, scheme, device) is not None)
@@ -96,6 +97,17 @@ def test_8_bit_floats_of_a_checkpoint_say_what_they_stand_for(
     """A prompt of more rows than the small tile has, and few rows."""
     _, plain = packed_files.save_pair(tmp_path / "plain", {"quant_method": "awq", "bits": 4, "group_size": 32})
     stored, floats = fp8_files.save_pair(plain, tmp_path, fp8_files.SCHEMES[scheme])
+    oracle, prompts = Oracle(floats), (LONG_PROMPT, PROMPTS[1])
+    found = tokens_of(open_runner(stored, device, TritonOperators, "fp8"), *prompts)
+    assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in prompts]
+
+
+def test_8_bit_floats_of_a_delta_net_say_what_they_stand_for(
+    model_directory: Callable[[str], Path], tmp_path: Path, device: torch.device
+) -> None:
+    """Its strengths and steps are floats beside them."""
+    scheme = fp8_files.SCHEMES["compressed channels"]
+    stored, floats = fp8_files.save_pair(model_directory("qwen3_next"), tmp_path, scheme, "in_proj_ba")
     oracle, prompts = Oracle(floats), (LONG_PROMPT, PROMPTS[1])
     found = tokens_of(open_runner(stored, device, TritonOperators, "fp8"), *prompts)
     assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in prompts]
