@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 from server.batches.store import Credential
 from server.clock import Clock
 from server.config import OPTIONS, ServerConfig
@@ -127,7 +127,6 @@ class Gate:
                 f"other machines can reach {', '.join(exposed)}, and callers are not authenticated",
                 "set STEPLOOP_API_KEY, or --keys-file or [[tenants]] (docs/tenants.md), or --tls-client-ca; or"
                 " --insecure, if everyone who can reach it may use it",
-                ExitCode.CONFIGURATION,
             )
         logger.warning("--insecure: anyone who can reach this port can use it")
 
@@ -143,7 +142,7 @@ class Gate:
         directory = load_directory(of_callers(config, self._config))
         if directory.is_open and not self.directory.is_open:
             cause = "the new configuration has no tenants and no keys, and would let everyone in"
-            raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
+            raise StartupError(cause, "restart the server if that is what you want")
 
         source, jwks = self._source, self._config.jwks
         if isinstance(jwks, Path):  # a URL is fetched again; until then its old keys count
@@ -232,10 +231,10 @@ def jwt_rules(config: ServerConfig) -> JwtRules | None:
     for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
         if config.jwks is None and value is not None:
             cause = f"{flag} needs --jwks: without its keys every JWT is refused"
-            raise StartupError(cause, "--jwks FILE, or the https URL of the issuer's keys", ExitCode.CONFIGURATION)
+            raise StartupError(cause, "--jwks FILE, or the https URL of the issuer's keys")
         if config.jwks is not None and value is None:
             cause = f"--jwks needs {flag}: without it, tokens for other services could be accepted"
-            raise StartupError(cause, f"{flag} TEXT", ExitCode.CONFIGURATION)
+            raise StartupError(cause, f"{flag} TEXT")
     if config.jwt_issuer is None or config.jwt_audience is None:
         return None
     return JwtRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_leeway_s)
@@ -249,7 +248,7 @@ def load_directory(config: ServerConfig) -> Directory:
     """
     if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
         cause = f"the tenant {named[0]} has certificates, but the server does not request any from clients"
-        raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
+        raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE")
     check_budgets(config.tenants, config)
     records = None if config.keys_file is None else read_keys(config.keys_file)
     directory = make_directory(config.tenants, config.api_keys, records)
@@ -259,7 +258,7 @@ def load_directory(config: ServerConfig) -> Directory:
         fix = (
             "--keys-file, --jwks, or [[tenants]] with certificates and --tls-client-ca (docs/tenants.md); or no --auth"
         )
-        raise StartupError(cause, fix, ExitCode.CONFIGURATION)
+        raise StartupError(cause, fix)
     if not (directory.is_open or directory.keys or directory.certificates or config.jwks):
         logger.warning("no tenant has a key or certificate: every request will be refused")
     return directory
@@ -274,11 +273,11 @@ def check_budgets(tenants: Sequence[Tenant], config: ServerConfig) -> None:
         for limits in (tenant.limits, tenant.key_limits):
             if (limits.money_per_day or limits.money_per_month) and not config.prices.by_model:
                 cause = f"the tenant {tenant.name} has a money budget, but no model has a price"
-                raise StartupError(cause, PRICES_SAMPLE, ExitCode.CONFIGURATION)
+                raise StartupError(cause, PRICES_SAMPLE)
             is_monthly = limits.tokens_per_month or limits.money_per_month
             if is_monthly and config.ledger is not None and config.ledger_keep_s < MONTH_S:
                 cause = f"the tenant {tenant.name} has a monthly budget, but --ledger-keep is shorter"
-                raise StartupError(cause, "--ledger-keep 31d, or more", ExitCode.CONFIGURATION)
+                raise StartupError(cause, "--ledger-keep 31d, or more")
 
 
 def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 from core.tool_formats import ANY_FORMAT, FORMATS, HARMONY
 from server.api.fields import POOLINGS, RequestLimits
 from server.gate.cross_origin import origin_value
@@ -849,7 +849,7 @@ class ServerConfig:
                 cause = (
                     f"--bind proxy:{bind.address} accepts only trusted proxies, but no --trusted-proxies can reach it"
                 )
-                raise StartupError(cause, f"--trusted-proxies {_sample_proxy(kinds)}", ExitCode.CONFIGURATION)
+                raise StartupError(cause, f"--trusted-proxies {_sample_proxy(kinds)}")
         is_given = any(name in ("host", "port") for name, _ in self.origins)
         if not is_given and (self.binds or passed):
             return self.binds
@@ -857,7 +857,7 @@ class ServerConfig:
         for bind in self.binds:
             if isinstance(bind.address, TcpAddress) and _overlap(own, bind.address):
                 cause = f"--host and --port name {own}, and --bind {bind.address} has the same port"
-                raise StartupError(cause, f"remove --port {own.port}, or the --bind", ExitCode.CONFIGURATION)
+                raise StartupError(cause, f"remove --port {own.port}, or the --bind")
         return (Bind(own), *self.binds)
 
     def to_engine_config(self) -> EngineConfig:
@@ -866,7 +866,7 @@ class ServerConfig:
             StartupError: settings contradict one another.
         """
         for cause, fix in self._contradictions():
-            raise StartupError(cause, fix, ExitCode.CONFIGURATION)
+            raise StartupError(cause, fix)
         same = {one.name: getattr(self, one.name) for one in fields(EngineConfig) if hasattr(self, one.name)}
         own = {
             "max_loras": self.max_loras if self.takes_adapters else 0,

@@ -109,14 +109,14 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
                 cause = f"the adapter {one.name!r} in {path} "
                 cause += "has no path" if one.path is None else "has a path, but upstreams serve its model"
                 fix = "set path for the adapter if its model has a path, and only then"
-                raise StartupError(cause, fix, ExitCode.CONFIGURATION)
+                raise StartupError(cause, fix)
         models[i] = structs.replace(model, adapters={one.name: one.path for one in of_model})
     adapters = [one for one in adapters if not any(one.name in model.adapters for model in models)]
     config = replace(config, models=tuple(models))
     config = replace(config, loras=(*config.loras, *_own_adapters(config, adapters, path)))
     if config.takes_adapters and not config.has_engine:
         cause = "--lora and --lora-dir apply to the model in this process, and there is none"
-        raise StartupError(cause, "--model, or adapter_of with the name of one of [[models]]", ExitCode.CONFIGURATION)
+        raise StartupError(cause, "--model, or adapter_of with the name of one of [[models]]")
     own = tuple(_own_model(config, model, path) for model in models if model.path is not None)
     origins = dict(config.origins)
     unused = tuple(
@@ -141,14 +141,14 @@ def _own_adapters(config: ServerConfig, adapters: Sequence[ModelSettings], path:
         if one.adapter_of not in own:
             known = ", ".join((*own, *(model.name for model in config.models)))
             cause = f"the adapter {one.name!r} in {path} has adapter_of {one.adapter_of!r}, which is none of: {known}"
-            raise StartupError(cause, "adapter_of = the name of one of them", ExitCode.CONFIGURATION)
+            raise StartupError(cause, "adapter_of = the name of one of them")
     return [_adapter(one.name, one.path, path) for one in adapters]
 
 
 def _adapter(name: str, directory: str | None, path: Path | None) -> NamedPath:
     if directory is None:
         cause = f"the adapter {name!r} in {path} has no path"
-        raise StartupError(cause, "path = the directory that PEFT has written", ExitCode.CONFIGURATION)
+        raise StartupError(cause, "path = the directory that PEFT has written")
     found: NamedPath = _parse_one(_BY_FIELD["loras"], f"{name}={directory}", f"the adapter {name!r} in {path}")
     return found
 
@@ -163,7 +163,7 @@ def _own_model(config: ServerConfig, model: ModelSettings, path: Path | None) ->
         cause = (
             f"the model {model.name!r} in {path} has the setting {unknown[0]!r}{did_you_mean(unknown[0], _OF_MODELS)}"
         )
-        raise StartupError(cause, known, ExitCode.CONFIGURATION)
+        raise StartupError(cause, known)
     given = model.settings if model.max_model_len is None else {"max_model_len": model.max_model_len} | model.settings
     settings = {name: one.value for name, one in _from_file(given, path or Path()).items()}
     settings["loras"] = tuple(_adapter(name, str(at), path) for name, at in model.adapters.items())
@@ -211,7 +211,7 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
         if option is None and isinstance(value, dict):
             known = f"[[{TENANTS}]], [[{MODELS}]], [{PRICES}] and [{SLO}]"
             fix = f"remove the line [{key}]: only {known} are tables; settings stand above them, as in port = 8080"
-            raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
+            raise StartupError(f"{path} has a table, [{key}]", fix)
         if option is None:
             fix = f"remove it, or name a flag of those that `steploop serve --help-all` lists: {FLAG_AS_KEY}"
             raise _unknown(f"key in {path}", key, _BY_KEY, fix)
@@ -225,14 +225,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise StartupError(f"{path} is not TOML: {error}", "save it as UTF-8", ExitCode.CONFIGURATION) from error
+        raise StartupError(f"{path} is not TOML: {error}", "save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         line = _bad_line(path, str(error))
         fix = _line_fix(line) or 'write settings as key = value, text in quotes: port = 8080, kv_memory = "2GiB"'
-        raise StartupError(f"{path} is not TOML: {error}", fix, ExitCode.CONFIGURATION) from error
+        raise StartupError(f"{path} is not TOML: {error}", fix) from error
     except OSError as error:
         cause = f"{path} cannot be read: {error.strerror}"
-        raise StartupError(cause, f"make it readable: chmod u+r {path}", ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, f"make it readable: chmod u+r {path}") from error
 
 
 def _bad_line(path: Path, error: str) -> str:
@@ -273,7 +273,7 @@ def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
         except BadValueError as error:
             expected = error.expected
     cause = f"{option.toml_key} in {path} is {shown}: it must be {expected}"
-    raise StartupError(cause, _fix(option, None), ExitCode.CONFIGURATION)
+    raise StartupError(cause, _fix(option, None))
 
 
 def _parse(option: Option, text: str | list[str], origin: str) -> Given:
@@ -312,4 +312,4 @@ def _fix(option: Option, proposal: str | None) -> str:
 
 
 def _unknown(kind: str, name: str, known: Mapping[str, Option], fix: str) -> StartupError:
-    return StartupError(f"unknown {kind}: {name}{did_you_mean(name, known)}", fix, ExitCode.CONFIGURATION)
+    return StartupError(f"unknown {kind}: {name}{did_you_mean(name, known)}", fix)

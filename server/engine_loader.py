@@ -19,7 +19,7 @@ from core.config import BLOCK_SIZE, CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfi
 from core.drafts import DraftModel
 from core.encoders import EncoderConfig, is_encoder
 from core.engine import Engine
-from core.errors import DeviceUnavailable, ExitCode, NotEnoughMemory, StartupError
+from core.errors import DeviceUnavailable, NotEnoughMemory, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ def _load(
     files = _with_compiler(files)  # before torch and weights, which use the memory that it frees
     if config.takes_adapters and isinstance(model, EncoderConfig):
         cause, fix = "LoRA adapters are not for encoders", "leave --lora and --lora-dir out"
-        raise StartupError(cause, fix, ExitCode.CONFIGURATION)
+        raise StartupError(cause, fix)
     draft = None if config.draft is None else _read_draft(config, files, model)
     report_stage("importing torch")
     check_address_space()

@@ -24,7 +24,7 @@ from contextvars import Context
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 
 if TYPE_CHECKING:  # the processes that try grammars out have no use for the settings
     from server.config import ServerConfig
@@ -268,7 +268,7 @@ def home_of_sockets() -> Path:
     home = Path(runtime or tempfile.gettempdir()) / f"steploop-{secrets.token_hex(8)}"
     if len(os.fsencode(home)) > MAX_HOME_BYTES:
         cause = f"the directory for the sockets of models, {home}, has too long a name for Unix sockets"
-        raise StartupError(cause, "TMPDIR=/tmp", ExitCode.CONFIGURATION)
+        raise StartupError(cause, "TMPDIR=/tmp")
     return home
 
 

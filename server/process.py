@@ -778,7 +778,7 @@ def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventL
     if config.ledger is None:
         if config.store_responses_s is not None:
             cause = "--store-responses needs a ledger to store responses in"
-            raise StartupError(cause, "--ledger FILE", ExitCode.CONFIGURATION)
+            raise StartupError(cause, "--ledger FILE")
         for name in PERIOD_LIMITS:
             if any(getattr(limits, name) for one in config.tenants for limits in (one.limits, one.key_limits)):
                 logger.warning("without --ledger FILE, %s starts over at each start of the server", name)

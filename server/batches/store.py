@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from core.errors import ErrorKind, ExitCode, InvalidRequest, ServiceError, StartupError
+from core.errors import ErrorKind, InvalidRequest, ServiceError, StartupError
 from server.ledger.store import connect, transaction
 
 MOST_LINES = 50_000  # of a batch
@@ -475,4 +475,4 @@ def _line_error(text: bytes, number: int, endpoint: str, seen: set[str]) -> Line
 
 
 def _unusable(cause: str) -> StartupError:
-    return StartupError(cause, "--files DIR, a directory of its own that this user can write", ExitCode.CONFIGURATION)
+    return StartupError(cause, "--files DIR, a directory of its own that this user can write")

@@ -172,13 +172,13 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
         return msgspec.json.decode(path.read_bytes(), type=_KeysFile).keys
     except FileNotFoundError as error:
         cause, fix = f"the keys file {path} does not exist", f"steploop keys create --keys-file {path} --tenant NAME"
-        raise StartupError(cause, fix, ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, fix) from error
     except OSError as error:
         cause = f"the keys file {path} cannot be read: {error.strerror}"
-        raise StartupError(cause, readable_fix(path), ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, readable_fix(path)) from error
     except msgspec.DecodeError as error:
         fix = "take it from a backup, or move it away and create the keys again: steploop keys create"
-        raise StartupError(f"{path} is not a keys file: {error}", fix, ExitCode.CONFIGURATION) from error
+        raise StartupError(f"{path} is not a keys file: {error}", fix) from error
 
 
 def create_key(path: Path, now: datetime, tenant: str, **terms: Any) -> tuple[str, KeyRecord]:
@@ -224,7 +224,7 @@ def _locked(path: Path) -> Iterator[None]:
     except OSError as error:
         fix = f"choose a file in a directory that you may write in: --keys-file FILE, now {path}"
         cause = f"the keys file {path} cannot be written: {error.strerror}"
-        raise StartupError(cause, fix, ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, fix) from error
 
 
 def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:

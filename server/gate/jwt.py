@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import orjson
 
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 from server.values import BadValueError, existing_file
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _read_file(path: Path) -> "Mapping[str | None, Key]":
         return parse_jwks(path.read_bytes())
     except (OSError, ValueError) as error:
         fix = "--jwks with the issuer's JSON Web Key Set, RFC 7517"
-        raise StartupError(f"{path} cannot be used: {error}", fix, ExitCode.CONFIGURATION) from error
+        raise StartupError(f"{path} cannot be used: {error}", fix) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from core.context_policy import Policy
-from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from core.errors import ErrorKind, ServiceError, StartupError
 from server.gate.text_rules import TextRule, check_rules
 
 LOCAL_NAME = "local"  # the only tenant where none are configured
@@ -190,7 +190,7 @@ def certificate_name(text: str) -> tuple[str, str]:
 def parse_tenants(tables: Any, path: Path) -> tuple[Tenant, ...]:
     """[[tenants]] of the TOML file at `path`. Raises StartupError, which names the tenant and the field."""
     if not isinstance(tables, list):
-        raise StartupError(f"tenants in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
+        raise StartupError(f"tenants in {path} is not a list of tables", SAMPLE)
     tenants = tuple(_parse_tenant(table, i, path) for i, table in enumerate(tables, 1))
     _refuse_duplicates([tenant.name for tenant in tenants], "two tenants named", path)
     names = [certificate_name(text) for tenant in tenants for text in tenant.certificates]
@@ -205,7 +205,7 @@ def _parse_tenant(table: Any, number: int, path: Path) -> Tenant:
     except msgspec.ValidationError as error:
         name = table.get("name") if isinstance(table, Mapping) else None
         cause = f"[[tenants]] number {number}{f', {name!r},' if isinstance(name, str) else ''} in {path}: {error}"
-        raise StartupError(cause, _fix(str(error)), ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, _fix(str(error))) from error
     check_rules(tenant.text_rules, f"[[tenants]] number {number}, {tenant.name!r}, in {path}")
     return tenant
 
@@ -224,7 +224,7 @@ def _fix(error: str) -> str:
 def _refuse_duplicates(values: Sequence[str], what: str, path: Path) -> None:
     for value in values:
         if values.count(value) > 1:
-            raise StartupError(f"{path} has {what} {value}", "remove one of them", ExitCode.CONFIGURATION)
+            raise StartupError(f"{path} has {what} {value}", "remove one of them")
 
 
 def stated_values(tables: Any, field: str, read: Callable[[str], T]) -> frozenset[T] | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from core.detokenizer import Detokenizer, PlainTexts
-from core.errors import ExitCode, InvalidRequest, StartupError
+from core.errors import InvalidRequest, StartupError
 from core.types import FinishReason
 
 MAX_RULES = 256
@@ -154,7 +154,7 @@ def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
     """Raises StartupError, which names the owner: there are too many, or a pattern is not valid."""
     if len(rules) > MAX_RULES:
         cause = f"{owner} has {len(rules)} text_rules"
-        raise StartupError(cause, f"at most {MAX_RULES}: join patterns by |", ExitCode.CONFIGURATION)
+        raise StartupError(cause, f"at most {MAX_RULES}: join patterns by |")
     for rule in rules:
         if rule.pattern is None:
             continue
@@ -163,7 +163,7 @@ def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
         except ValueError as error:
             cause = f"{owner} has a text rule whose pattern {rule.pattern!r} is not valid: {error}"
             fix = "write it as https://github.com/google/re2/wiki/Syntax says"
-            raise StartupError(cause, fix, ExitCode.CONFIGURATION) from error
+            raise StartupError(cause, fix) from error
     rule_book(rules)
 
 

@@ -279,7 +279,7 @@ def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
         return StartupError(cause, fix, ExitCode.TRANSIENT)
     if is_damaged(path, error):
         fix = "restore a backup (docs/ledger.md, Restoring a backup), or start a new one: --ledger FILE"
-        return StartupError(f"{path} is damaged, or not a ledger: {reason}", fix, ExitCode.CONFIGURATION)
+        return StartupError(f"{path} is damaged, or not a ledger: {reason}", fix)
     cause = f"the ledger {path} cannot be opened: {reason}"
     directory = path.absolute().parent
     if isinstance(error, OSError):
@@ -293,7 +293,7 @@ def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
     if is_locked:
         return StartupError(cause, f"end what holds its lock, as a backup does: fuser {path}", ExitCode.TRANSIENT)
     fix = f"make {directory} writable, or name another: --ledger FILE"
-    return StartupError(cause, fix, ExitCode.CONFIGURATION)
+    return StartupError(cause, fix)
 
 
 def _make_directory(path: Path) -> None:

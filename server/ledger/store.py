@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 
 MICRO = 10**6  # of a second, and of the currency
 APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
@@ -357,7 +357,7 @@ class LedgerStore:
             is_other_version = found[0] == APPLICATION_ID
             kind = f"a ledger of version {found[1]}, not {SCHEMA_VERSION}" if is_other_version else "not a ledger"
             cause = f"{path} is {kind}"
-            raise StartupError(cause, "--ledger FILE, with a name of its own", ExitCode.CONFIGURATION)
+            raise StartupError(cause, "--ledger FILE, with a name of its own")
         list(execute("PRAGMA journal_mode = WAL"))
         list(execute("PRAGMA synchronous = FULL"))
         list(execute("PRAGMA wal_autocheckpoint = 0"))  # a commit would wait for it: see checkpoint()

@@ -68,21 +68,21 @@ NO_PRICES = Prices()
 def parse_prices(table: Any, path: Path) -> Prices:
     """[prices] of the TOML file at `path`. Raises StartupError, which names the model and the field."""
     if not isinstance(table, Mapping):
-        raise StartupError(f"prices in {path} is not a table", SAMPLE, ExitCode.CONFIGURATION)
+        raise StartupError(f"prices in {path} is not a table", SAMPLE)
     return Prices(tuple((model, _parse_model(model, fields, path)) for model, fields in table.items()))
 
 
 def _parse_model(model: str, fields: Any, path: Path) -> ModelPrice:
     where = f"[prices.{model!r}] in {path}"
     if not isinstance(fields, Mapping):
-        raise StartupError(f"{where} is not a table", SAMPLE, ExitCode.CONFIGURATION)
+        raise StartupError(f"{where} is not a table", SAMPLE)
     known = ModelPrice.__struct_fields__
     for name, value in fields.items():
         if name not in known:
-            raise StartupError(f"{where} has {name!r}", f"known: {', '.join(known)}", ExitCode.CONFIGURATION)
+            raise StartupError(f"{where} has {name!r}", f"known: {', '.join(known)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_PRICE:
             cause = f"{name} of {where} is {value!r}, and must be a number from 0 to {MAX_PRICE:,}"
-            raise StartupError(cause, SAMPLE, ExitCode.CONFIGURATION)
+            raise StartupError(cause, SAMPLE)
     prices = {name: int(Decimal(str(value)) * MILLION) for name, value in fields.items()}
     return ModelPrice(**({"cached": prices.get("prompt", 0)} | prices))
 

@@ -175,7 +175,7 @@ def take_passed_sockets(environ: MutableMapping[str, str], pid: int) -> list[Pas
         return []
     if not values["LISTEN_FDS"].isdecimal():
         cause = f"LISTEN_FDS is {values['LISTEN_FDS']!r}, which is not a number"
-        raise StartupError(cause, "unset LISTEN_FDS, or start by a socket unit", ExitCode.CONFIGURATION)
+        raise StartupError(cause, "unset LISTEN_FDS, or start by a socket unit")
     count = int(values["LISTEN_FDS"])
     names = values["LISTEN_FDNAMES"].split(":") if values["LISTEN_FDNAMES"] else []
     names += [UNNAMED] * (count - len(names))

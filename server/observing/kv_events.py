@@ -123,7 +123,7 @@ def kv_events_at(address: TcpAddress | None, replay: TcpAddress | None, has_engi
         return KvEvents(address, replay)
     if address is not None or replay is not None:
         cause = "--kv-events-replay needs --kv-events" if has_engine else "--kv-events needs a model in this process"
-        raise StartupError(cause, "give --kv-events and --model, or leave both out", ExitCode.CONFIGURATION)
+        raise StartupError(cause, "give --kv-events and --model, or leave both out")
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 
 WINDOW_S = 300.0
 MAX_SAMPLES = 4096  # the newest of the window: sorting so many takes half a millisecond
@@ -55,7 +55,7 @@ def parse_slo(table: Any, path: Path) -> SloRules:
         return msgspec.convert(table, SloRules)
     except msgspec.ValidationError as error:
         fix = f"known: {', '.join(SloRules.__struct_fields__)}; the server's own settings stand above [slo]"
-        raise StartupError(f"[slo] in {path}: {error}", fix, ExitCode.CONFIGURATION) from error
+        raise StartupError(f"[slo] in {path}: {error}", fix) from error
 
 
 class _Sample(NamedTuple):

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from core.errors import ErrorKind, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, connect
 from server.upstream.exchange import AnswerHead, Fields, Outgoing, UpstreamFault, WholeAnswer
 from server.upstream.http2 import Http2
@@ -697,6 +697,6 @@ def access_to(model: ModelSettings) -> Access:
             context.load_cert_chain(model.tls_cert, model.tls_key, no_password)
     except (OSError, ValueError) as error:
         cause = f"the TLS files of the model {model.name} cannot be used: {getattr(error, 'strerror', None) or error}"
-        raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, "check tls_ca, tls_cert and tls_key") from error
     context.set_alpn_protocols([one.decode() for one in PROTOCOLS[model.protocol]])
     return Access(fields, context)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 from server.values import BadValueError, duration_between, seconds_of, secret_value
 
 SAMPLE = '[[models]] with name = "llama-70b" and upstreams = [{ url = "http://gpu1:8000" }]'
@@ -151,7 +151,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         except (OSError, UnicodeDecodeError, BadValueError) as error:
             reason = getattr(error, "strerror", None) or "it contains no key of visible ASCII characters"
             cause = f"api_key_file {self.api_key_file} of the model {self.name} cannot be used: {reason}"
-            raise StartupError(cause, "write the key alone into it", ExitCode.CONFIGURATION) from error
+            raise StartupError(cause, "write the key alone into it") from error
 
 
 def keep_alive_of(value: str | float) -> float:
@@ -196,7 +196,7 @@ def _refuse_controls(what: str, text: str) -> None:
 def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
     """[[models]] of the TOML file at `path`. Raises StartupError, which names the model and the field."""
     if not isinstance(tables, list):
-        raise StartupError(f"models in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
+        raise StartupError(f"models in {path} is not a list of tables", SAMPLE)
     models = tuple(_parse_model(table, i, path) for i, table in enumerate(tables, 1))
     refuse_same_names([name for model in models for name in model.names], str(path))
     for model in models:
@@ -205,7 +205,7 @@ def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
                 cause = (
                     f"the model {model.name!r} in {path} has the fallback {name!r}, which is not another of [[models]]"
                 )
-                raise StartupError(cause, "name another model of [[models]]", ExitCode.CONFIGURATION)
+                raise StartupError(cause, "name another model of [[models]]")
     return models
 
 
@@ -214,7 +214,7 @@ def refuse_same_names(names: Sequence[str], place: str) -> None:
     for name in names:
         if names.count(name) > 1:
             cause = f"{place} has two models of the name {name!r}"
-            raise StartupError(cause, "give each model and alias a name of its own", ExitCode.CONFIGURATION)
+            raise StartupError(cause, "give each model and alias a name of its own")
 
 
 def _parse_model(table: Any, number: int, path: Path) -> ModelSettings:
@@ -225,7 +225,7 @@ def _parse_model(table: Any, number: int, path: Path) -> ModelSettings:
     except msgspec.ValidationError as error:
         name = table.get("name") if isinstance(table, Mapping) else None
         cause = f"[[models]] number {number}{f', {name!r},' if isinstance(name, str) else ''} in {path}: {error}"
-        raise StartupError(cause, _fix(str(error), table), ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, _fix(str(error), table)) from error
 
 
 def _fix(error: str, table: Any) -> str:

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from core.errors import ExitCode, StartupError
+from core.errors import StartupError
 from server.values import readable_fix
 from server.wire.messages import ClientCertificate
 
@@ -240,7 +240,6 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth:
         raise StartupError(
             f"{client_ca} cannot vouch for clients: {_reason(error)}",
             "--tls-client-ca with the certificates of those who sign clients' certificates, in PEM",
-            ExitCode.CONFIGURATION,
         ) from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # every certificate in the file is trusted, root or not
     if context.cert_store_stats()["crl"]:  # OpenSSL loads the file's lists, and ignores them unless told
@@ -271,7 +270,7 @@ def _pem_blocks(path: Path, label: bytes) -> list[bytes]:
 
 def _certificate_refusal(files: TlsFiles, error: OSError | ValueError) -> StartupError:
     if files.key is None and isinstance(error, ssl.SSLError) and _KEY not in files.certificate.read_bytes():
-        return StartupError(f"there is no key in {files.certificate}", "--tls-key FILE", ExitCode.CONFIGURATION)
+        return StartupError(f"there is no key in {files.certificate}", "--tls-key FILE")
     _check_readable(files.certificate)
     if files.key is not None:
         _check_readable(files.key)
@@ -279,7 +278,6 @@ def _certificate_refusal(files: TlsFiles, error: OSError | ValueError) -> Startu
     return StartupError(
         f"{names} cannot be served with: {_reason(error)}",
         "--tls-cert with the certificate and its chain, --tls-key with its key, not encrypted, in PEM",
-        ExitCode.CONFIGURATION,
     )
 
 
@@ -288,9 +286,7 @@ def _check_readable(path: Path) -> None:
     try:
         path.open("rb").close()
     except PermissionError as error:
-        raise StartupError(
-            f"{path} cannot be read: {error.strerror}", readable_fix(path), ExitCode.CONFIGURATION
-        ) from error
+        raise StartupError(f"{path} cannot be read: {error.strerror}", readable_fix(path)) from error
     except OSError:
         return  # the first error is reported
 
@@ -312,14 +308,13 @@ def server_tls(
         raise StartupError(
             f"--tls-client-auth {client_auth} has no CA to judge clients' certificates by",
             "--tls-client-ca FILE",
-            ExitCode.CONFIGURATION,
         )
     if certificate is not None:
         return ServerTls(TlsFiles(certificate, key, client_ca, ClientAuth(client_auth or ClientAuth.REQUIRED)))
     for file in (key, client_ca):
         if file is not None:
             cause = f"{file} has no certificate to go with it"
-            raise StartupError(cause, "--tls-cert FILE", ExitCode.CONFIGURATION)
+            raise StartupError(cause, "--tls-cert FILE")
     return None
 
 
