@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from core.errors import InvalidRequest, context_overflow
+from core.errors import ContextLengthExceeded, InvalidRequest
 from core.marked_text import MarkedText, Origin, joined, json_texts, marked, tracked, unmarked, written
 
 # Texts have some 4 characters a token, seldom 8: more than this cannot fit the context.
@@ -184,9 +184,7 @@ class ChatTemplate:
                 return self._join(template, variables)
         except TooMuchText as error:
             but = f"in its chat template the messages come to more than {self._max_output_chars} characters"
-            raise InvalidRequest(
-                context_overflow(self._context_limit, but, "Shorten the messages."), param, "context_length_exceeded"
-            ) from error
+            raise ContextLengthExceeded(self._context_limit, but, param, "Shorten the messages.") from error
         except BudgetExceeded as error:
             raise InvalidRequest(f"The model's chat template exceeds its limits: {error}.", param) from error
         except TemplateError as error:

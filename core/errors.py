@@ -60,30 +60,16 @@ class InvalidRequest(ServiceError):
         super().__init__(ErrorKind.INVALID_REQUEST, message, code, param)
 
 
-def context_overflow(limit: int, but: str, advice: str) -> str:
-    """OpenAI's words and the code, by which client libraries recognise an overflow (LangChain, LiteLLM).
+class ContextLengthExceeded(InvalidRequest):
+    """It does not fit the model's context: in OpenAI's words, by which client libraries know it (LangChain, LiteLLM).
 
     Args:
         but: what would not fit, without a full stop.
     """
-    return f"This model's maximum context length is {limit} tokens. However, {but}. {advice} (context_length_exceeded)"
 
-
-class ContextLengthExceeded(ServiceError):
-    """The prompt leaves no room in the model's context for even one new token."""
-
-    def __init__(self, num_tokens: int, limit: int, param: str | None = None) -> None:
-        but = f"the prompt has {num_tokens} tokens"
-        if num_tokens == limit:
-            but += ", which leaves none for an answer"
-        super().__init__(
-            ErrorKind.INVALID_REQUEST,
-            context_overflow(limit, but, "Shorten the prompt."),
-            "context_length_exceeded",
-            param,
-        )
-        self.num_tokens = num_tokens
-        self.limit = limit
+    def __init__(self, limit: int, but: str, param: str | None = None, advice: str = "Shorten the prompt.") -> None:
+        message = f"This model's maximum context length is {limit} tokens. However, {but}. {advice}"
+        super().__init__(f"{message} (context_length_exceeded)", param, "context_length_exceeded")
 
 
 class ExitCode(enum.IntEnum):

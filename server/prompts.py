@@ -7,6 +7,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -20,7 +21,7 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.constraints import GrammarKind
 from core.context_policy import Budgets, Document, Message, Policy, select
 from core.detokenizer import TokenTable
-from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
+from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.grammar import Grammar, GrammarCompiler
 from core.marked_text import MarkedText
 from core.repetition import Breakers
@@ -244,11 +245,8 @@ class PromptReader:
         if wishes != ContextWishes():
             compute = partial(self._computed, marks=StageMarks(self.unix_clock), domain=domain)
             most, param = call.sampling.max_tokens, call.prompts_param
-            try:
+            with suppress(ContextLengthExceeded):
                 return sum(len(self._fitted(one, param, wishes, most, compute)[0][1]) for one in call.prompts)
-            except ServiceError as exceeded:
-                if exceeded.code != "context_length_exceeded":
-                    raise
         return sum(len(self.encode(one, domain=domain)) for one in call.prompts)
 
     def _computed(self, prompt: Prompt, param: str, marks: StageMarks, domain: Domain) -> Computed:
@@ -276,9 +274,7 @@ class PromptReader:
         whole, error = None, None
         try:
             whole = compute(prompt, param)
-        except ServiceError as exceeded:
-            if exceeded.code != "context_length_exceeded":
-                raise
+        except ContextLengthExceeded as exceeded:
             error = exceeded
         limits = wishes.limits
         if whole is not None and len(whole[1]) <= room and limits == Budgets():
@@ -291,9 +287,7 @@ class PromptReader:
             def fits(messages: Sequence[Message], documents: Sequence[Document]) -> bool:
                 try:
                     return len(compute(changed(messages, documents), param)[1]) <= room
-                except ServiceError as exceeded:
-                    if exceeded.code != "context_length_exceeded":
-                        raise
+                except ContextLengthExceeded:
                     return False
 
             found = select(wishes.type, limits, prompt.messages, prompt.documents, fits, self._num_tokens, room)
@@ -436,7 +430,10 @@ class PromptReader:
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
-            raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
+            but = f"the prompt has {len(ids)} tokens"
+            if len(ids) == self.max_model_len:
+                but += ", which leaves none for an answer"
+            raise ContextLengthExceeded(self.max_model_len, but, param)
         return ids
 
     def _encode_pooled(self, prompt: Prompt, param: str, call: GenerationCall) -> tuple[tuple[int, ...], int]:
@@ -456,8 +453,7 @@ class PromptReader:
             ids = self.encode(prompt, param) if most is None else self._encode_cut(prompt, most)
         if len(ids) > context:
             but = f"{param} has {len(ids)} tokens"
-            fix = "Shorten it, or send truncate_prompt_tokens: -1."
-            raise InvalidRequest(context_overflow(context, but, fix), param, "context_length_exceeded")
+            raise ContextLengthExceeded(context, but, param, "Shorten it, or send truncate_prompt_tokens: -1.")
         if not ids:
             raise InvalidRequest(f"{param} has no token. Send at least one.", param)
         return ids, second_from
@@ -505,8 +501,7 @@ class PromptReader:
         limit = max_text_chars(self.max_model_len)
         if len(text) > limit:
             but = f"the prompt has {len(text)} characters, and at most {limit} could fit"
-            message = context_overflow(self.max_model_len, but, "Shorten the prompt.")
-            raise InvalidRequest(message, param, "context_length_exceeded")
+            raise ContextLengthExceeded(self.max_model_len, but, param)
 
     def _texts_of(self, prompt: Prompt) -> list[str]:
         """The prompt's text, each field of a message by itself: templates may show names and reasoning, too."""
@@ -561,8 +556,7 @@ class PromptReader:
         max_tokens = min(call.sampling.max_tokens, context - num_prompt_tokens)
         if min_tokens > max(max_tokens, self.defaults.min_tokens):
             but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
-            message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
-            raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
+            raise ContextLengthExceeded(context, but, "min_tokens", "Ask for fewer tokens, or shorten the prompt.")
         prompt, stop_ids = call.prompts[0], call.sampling.stop_token_ids
         if isinstance(prompt, TextPrompt) and prompt.suffix is not None and not call.sampling.ignore_eos:
             stop_ids = (*stop_ids, *self.tokenizer.fill_end_ids)

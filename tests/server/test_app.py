@@ -114,6 +114,11 @@ def test_a_prompt_that_is_too_long_is_told_by_the_field_that_it_came_in(
     assert (answer.status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
 
 
+def test_a_prompt_that_fills_the_context_is_told_that_an_answer_has_no_room() -> None:
+    message = ask(completion(prompt=[7] * 200)).json["error"]["message"]
+    assert "the prompt has 200 tokens, which leaves none for an answer." in message
+
+
 def test_wrong_method_names_the_right_ones() -> None:
     assert ask(request("PUT", "/v1/completions", {})).headers["allow"] == "POST"
     assert ask(request("PUT", "/v1/models/small")).headers["allow"] == "GET, HEAD"
