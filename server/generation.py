@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
@@ -70,6 +70,8 @@ OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off
 FORM_NAMES = tuple(b"schema structur guided tool function format regex grammar ebnf json \\u00".split())
 
 T = TypeVar("T")
+R = TypeVar("R", bound=PromptReader | Relay, covariant=True)
+E = TypeVar("E", bound=EngineClient | Relay, covariant=True)
 
 
 class State(enum.Enum):
@@ -156,7 +158,7 @@ TABLE: dict[State, Row] = {  # an event that is not in its state's row is a bug
 OPEN = frozenset((State.STREAMING, State.RESERVING, State.QUEUED, State.SETTLING))
 
 
-class Backend(NamedTuple):
+class Backend(NamedTuple, Generic[R, E]):
     """Who answers for a model: the engine of this process, or upstreams.
 
     Args:
@@ -165,17 +167,13 @@ class Backend(NamedTuple):
         admission: of its requests.
     """
 
-    reader: PromptReader | Relay
-    engine: EngineClient | Relay
+    reader: R
+    engine: E
     admission: Admission
 
 
-class OwnBackend(NamedTuple):
-    """The engine of this process."""
-
-    reader: PromptReader
-    engine: EngineClient
-    admission: Admission
+OwnBackend = Backend[PromptReader, EngineClient]
+AnyBackend = Backend[PromptReader | Relay, EngineClient | Relay]
 
 
 class Generation:
@@ -190,7 +188,7 @@ class Generation:
     """
 
     # Set once its model is known, and once it is prepared
-    _backend: Backend
+    _backend: AnyBackend
     _output: Output
     _place: Place
     _deadlines: Deadlines
@@ -970,7 +968,7 @@ class Generations:
     deadlines: Deadlines
     idempotency: Idempotency
     ledger: Ledger | None = None
-    others: Mapping[str, Backend] = field(default_factory=dict)
+    others: Mapping[str, AnyBackend] = field(default_factory=dict)
     grammars: GrammarCache = field(default_factory=GrammarCache)
     compiling: CompileQueue = field(default_factory=CompileQueue)
     active: dict[str, Generation] = field(default_factory=dict)
@@ -1016,9 +1014,8 @@ class Generations:
         return (*own, *usable(others, tenant))
 
     @property
-    def backends(self) -> list[Backend]:
-        own = [] if self.own is None else [Backend(*self.own)]
-        return [*own, *self.others.values()]
+    def backends(self) -> list[AnyBackend]:
+        return [*([] if self.own is None else [self.own]), *self.others.values()]
 
     def check_room(self, sharing_name: str, num_bytes: int) -> None:
         """Before the body is read, and with it the model's name.
@@ -1036,7 +1033,7 @@ class Generations:
         if refusal is not None:
             raise refusal
 
-    async def backend_of(self, body: bytes, tenant: Tenant) -> Backend:
+    async def backend_of(self, body: bytes, tenant: Tenant) -> AnyBackend:
         """Who answers for the model that the body names.
 
         Raises:
@@ -1044,14 +1041,14 @@ class Generations:
             ServiceError: see find_model.
         """
         if not self.others:
-            return Backend(*self.known_own)
+            return self.known_own
         name = await self.compute(lambda: _name_in(body), len(body))
         if name is not None and not isinstance(name, str):
             raise InvalidRequest("model must be a string.", "model", "invalid_type")
         if name is not None and name not in self.others:
             name = name.removesuffix(LATEST)
         card = find_model(self.cards_for(tenant), name)
-        return self.others.get(card.id) or Backend(*self.known_own)
+        return self.others.get(card.id) or self.known_own
 
     async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
         """

@@ -36,7 +36,7 @@ from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import PERIOD_LIMITS, Used, period_of
-from server.generation import Backend, Generations, OwnBackend
+from server.generation import AnyBackend, Backend, Generations, OwnBackend
 from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
@@ -339,9 +339,9 @@ class Server:
     def _pools(self) -> list[Pool]:
         return [*self._upstream_pools, *(() if self._local is None else self._local.pools)]
 
-    def _backends(self, own: OwnBackend | None) -> dict[str, Backend]:
+    def _backends(self, own: OwnBackend | None) -> dict[str, AnyBackend]:
         """The models that upstreams serve, by each name."""
-        found: dict[str, Backend] = {}
+        found: dict[str, AnyBackend] = {}
         pools = {pool.settings.name: pool for pool in self._pools}
         self._relays = {pool: self._relays.get(pool) or self._relay(pool) for pool in pools.values()}
         for pool, relay in self._relays.items():
@@ -730,7 +730,7 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
     )
 
 
-def gateway_card(pools: Sequence[Pool], backends: Sequence[Backend], endpoints: Sequence[Endpoint]) -> ServerCard:
+def gateway_card(pools: Sequence[Pool], backends: Sequence[AnyBackend], endpoints: Sequence[Endpoint]) -> ServerCard:
     """The description of a server without an engine, for routers."""
     return ServerCard(
         model=backends[0].reader.cards[0],

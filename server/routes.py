@@ -180,7 +180,7 @@ def computing(
         exchange.enter(Stage.BODY)
         body = await served.read_body(exchange.stream, caller.sharing_name, most_bytes)
         exchange.enter(Stage.ANSWER)
-        reader, _, admission = await served.backend_of(body, caller.tenant) if served.others else served.known_own
+        reader, _, admission = await served.backend_of(body, caller.tenant)
         if has_history and (turn := stored_turn(exchange)) is not None:
             body = await turn.begin(body, not isinstance(reader, Relay))
         place = admission.enter(caller.sharing_name, len(body))
