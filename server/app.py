@@ -275,13 +275,12 @@ class App:
 
     Attributes:
         exchanges: requests in progress.
+        listener, live, drain: set before the first request. live is the dashboard's stream; drain ends the process as
+            SIGTERM does, and returns the seconds of grace.
         generations, card: set when the model is loaded; so is adapters, if it supports them.
-        listener: set before the first request.
-        drain: ends the process as SIGTERM does; returns the seconds of grace.
         local_models: models that start on demand; None: there are none.
         responses: the stored responses; None: they are not stored.
         batches: /v1/batches; None: it is not served.
-        live: the dashboard's stream.
         offload: runs disk work on another thread.
     """
 
@@ -295,16 +294,16 @@ class App:
     new_span_id: Callable[[], str] = lambda: token_hex(8)
     metrics_need_key: bool = True
     accounting: Accounting = field(init=False)
+    listener: Listener = field(init=False)
+    live: Live = field(init=False)
+    drain: Callable[[], float] = field(init=False)
+    card: ServerCard = field(init=False)
     exchanges: dict[HttpStream, Exchange] = field(default_factory=dict)
     generations: Generations | None = None
-    card: ServerCard | None = None
     adapters: Adapters | None = None
-    listener: Listener | None = None
-    drain: Callable[[], float] | None = None
     local_models: LocalModels | None = None
     responses: Responses | None = None
     batches: Batches | None = None
-    live: Live | None = None
     offload: Offload = at_once
     request_limits: RequestLimits = field(default_factory=RequestLimits)
 
@@ -328,16 +327,6 @@ class App:
         if self.generations is None:
             self.readiness.check()
         return self.served.engine
-
-    @property
-    def known_listener(self) -> Listener:
-        assert self.listener is not None, "nothing is asked before it listens"
-        return self.listener
-
-    @property
-    def known_card(self) -> ServerCard:
-        assert self.card is not None, "it comes with the model"
-        return self.card
 
     @property
     def model_states(self) -> Mapping[str, str]:
@@ -440,11 +429,11 @@ class App:
     def _client_of(self, stream: HttpStream) -> Peer:
         if not stream.peer.is_proxy:
             return stream.peer
-        return self.known_listener.gate.client_of(stream.peer, stream.request.headers)
+        return self.listener.gate.client_of(stream.peer, stream.request.headers)
 
     async def _dispatch_proxied(self, exchange: Exchange) -> None:
         """Check and count the client that a proxy names, as the listener does direct clients."""
-        gate, client = self.known_listener.gate, exchange.client
+        gate, client = self.listener.gate, exchange.client
         reason = gate.why_refused(client)
         if reason == DENIED:
             message = f"Requests from {client.address} are not allowed. Ask the operator to allow your network."
@@ -497,7 +486,7 @@ class App:
 
     def _check_operator(self, exchange: Exchange) -> None:
         """Raises ServiceError (permission): without keys, operators' routes are only for this machine."""
-        if not is_operators(exchange.request, exchange.stream.peer, self.known_listener.gate.trusts_proxies):
+        if not is_operators(exchange.request, exchange.stream.peer, self.listener.gate.trusts_proxies):
             message = (
                 "Without a key, this is only for clients on the same machine, at http://127.0.0.1 or http://localhost "
                 "and without a proxy. For others, configure a key with the right 'admin' (docs/dashboard.md)."

@@ -57,7 +57,6 @@ PROTECTION = (
 
 async def show_live(exchange: Exchange) -> None:
     server, caller = exchange.server, exchange.known_caller
-    assert server.live is not None, "it comes with the app"
     await server.live.show(exchange.stream, lambda: not server.has_revoked(caller))
 
 

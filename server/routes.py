@@ -60,12 +60,8 @@ SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 # Generations, and what only counts or cuts tokens.
 
 
-def generating(surface: Surface) -> Handler:
-    """A handler that generates, in the surface's wire format."""
-    return partial(generate, surface=surface)
-
-
 async def generate(exchange: Exchange, surface: Surface, turn: Turn | None = None) -> None:
+    """Generate, in the surface's wire format."""
     check_media_type(exchange.request)
     exchange.begin_trace()
     served, ticket = exchange.server.served, exchange.ticket
@@ -278,7 +274,7 @@ def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
     """A handler that shows the server's card with the model that the caller may use; without one it is a 404."""
 
     async def describe(exchange: Exchange) -> None:
-        card = exchange.server.known_card
+        card = exchange.server.card
         exchange.send(reply(structs.replace(card, model=find_model(exchange.described_cards[:1], None))))
 
     return describe
@@ -288,7 +284,7 @@ def listing(reply: Callable[[Sequence[ServedModel], ServerCard], bytes]) -> Hand
     """A handler that lists the models that the caller may use."""
 
     async def list_all(exchange: Exchange) -> None:
-        exchange.send(reply(exchange.cards, exchange.server.known_card))
+        exchange.send(reply(exchange.cards, exchange.server.card))
 
     return list_all
 
@@ -305,12 +301,12 @@ async def list_running(exchange: Exchange) -> None:
             running.append((model, 0, None))
         elif found.is_awake:
             running.append((model, found.needed_bytes, found.expires_s and found.expires_s + unix_s))
-    exchange.send(ollama.running_reply(running, server.known_card))
+    exchange.send(ollama.running_reply(running, server.card))
 
 
 async def show_ollamas_model(exchange: Exchange) -> None:
     check_media_type(exchange.request)
-    card, served = exchange.server.known_card, exchange.server.served
+    card, served = exchange.server.card, exchange.server.served
     name, unknown_fields = ollama.parse_show(
         await served.read_body(exchange.stream, exchange.known_caller.sharing_name, BODY_BYTES)
     )
@@ -343,12 +339,12 @@ async def show_tokenizer_info(exchange: Exchange) -> None:
 async def show_props(exchange: Exchange) -> None:
     server = exchange.server
     template = server.served.reader.chat_template.sources.get("default", "")
-    exchange.send(llama_server.props_reply(server.known_card, template))
+    exchange.send(llama_server.props_reply(server.card, template))
 
 
 async def show_slots(exchange: Exchange) -> None:
     """503 with ?fail_on_no_slot=1 if none is free."""
-    card, num_running = exchange.server.known_card, exchange.server.stats.num_running
+    card, num_running = exchange.server.card, exchange.server.stats.num_running
     if "fail_on_no_slot" in parse_qs(exchange.request.query) and num_running >= card.max_sequences:
         raise ServiceError(ErrorKind.UNAVAILABLE, "No slot is free. Requests wait in the queue.", "no_slot_available")
     exchange.send(llama_server.slots_reply(card, num_running))
@@ -357,7 +353,7 @@ async def show_slots(exchange: Exchange) -> None:
 async def show_loads(exchange: Exchange) -> None:
     server, load = exchange.server, exchange.server.load()
     numbers = load.num_running, load.num_waiting
-    exchange.send(models.loads_reply(server.known_card, server.stats, *numbers, server.clock.unix()))
+    exchange.send(models.loads_reply(server.card, server.stats, *numbers, server.clock.unix()))
 
 
 async def show_sleep(exchange: Exchange) -> None:
@@ -419,7 +415,7 @@ async def show_openapi(exchange: Exchange) -> None:
 
 
 async def show_metrics(exchange: Exchange) -> None:
-    server, listener = exchange.server, exchange.server.known_listener
+    server, listener = exchange.server, exchange.server.listener
     body = server.metrics.render(server.stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)
 
@@ -486,9 +482,8 @@ async def switch_model(exchange: Exchange) -> None:
 
 async def drain(exchange: Exchange) -> None:
     server = exchange.server
-    assert server.drain is not None, "set before it listens"
     grace_s = server.drain()
-    exchange.send(models.drain_reply(grace_s, server.known_listener.num_handlers - 1), status=202)
+    exchange.send(models.drain_reply(grace_s, server.listener.num_handlers - 1), status=202)
 
 
 # Requests in progress and past: how they went, their streams again, their cancellation.
@@ -554,7 +549,7 @@ COUNT_MESSAGES = computing(counting(messages.parse_count, messages.count_reply))
 
 
 def _generation(surface: Surface, operation: Operation, errors: ErrorForm = OPENAI_ERRORS) -> Route:
-    handler = answering_ollamas(surface) if errors is ollama.ERRORS else generating(surface)
+    handler = answering_ollamas(surface) if errors is ollama.ERRORS else partial(generate, surface=surface)
     return Route(handler, ASKS, is_counted=True, needs_tokens=True, errors=errors, operations=(operation,))
 
 
