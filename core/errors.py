@@ -142,8 +142,8 @@ class BadAdapter(StartupError):
 
     exit_code = ExitCode.MODEL
 
-    def __init__(self, cause: str, fix: str = "remove this adapter, or convert it") -> None:
-        super().__init__(cause, fix)
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause, "remove this adapter, or convert it")
 
 
 class DeviceUnavailable(StartupError):

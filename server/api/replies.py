@@ -110,23 +110,19 @@ def error_event(error: ServiceError) -> bytes:
     return sse.event(error_body(error))
 
 
-def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
-    """The error of a request whose sequence ended for a reason that is not one of WIRE_REASONS.
-
-    Args:
-        cause: the engine's own explanation, fit for the client.
-    """
+def cut_short(reason: FinishReason) -> ServiceError:
+    """The error of a request whose sequence ended for a reason that is not one of WIRE_REASONS."""
     if reason is FinishReason.CANCELLED:
         return ServiceError(ErrorKind.CANCELLED, "The request was cancelled before it ended.", "request_cancelled")
     if reason is FinishReason.DEADLINE:
         message = "The request's deadline has passed. Ask for fewer tokens, or allow more time."
-        return ServiceError(ErrorKind.DEADLINE_EXCEEDED, cause or message, "deadline_exceeded")
+        return ServiceError(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded")
     if reason is FinishReason.TOO_COMPLEX:
         message = "The answer's grammar became too complex. Use fewer alternatives or fewer optional properties."
         return InvalidRequest(message, code="grammar_too_complex")
     if reason is FinishReason.ERROR:
         message = "The engine failed on this request. Try again; if it fails again, tell the operator."
-        return ServiceError(ErrorKind.ENGINE, cause or message, "engine_error")
+        return ServiceError(ErrorKind.ENGINE, message, "engine_error")
     raise AssertionError(f"{reason} is a reason that the wire knows")
 
 

@@ -71,7 +71,3 @@ def test_what_the_wire_has_no_word_for_is_an_error(reason: FinishReason, kind: E
     error = cut_short(reason)
     assert (error.kind, error.code) == (kind, code)
     assert reason not in WIRE_REASONS
-
-
-def test_the_engines_cause_is_told() -> None:
-    assert cut_short(FinishReason.ERROR, "The logits were not finite.").message == "The logits were not finite."
