@@ -174,10 +174,7 @@ class GbnfReader:
         self._used: dict[str, int] = {}  # with where they stand first
 
     def in_lark(self) -> str:
-        """
-        Raises:
-            InvalidRequest: it cannot be read; names the line and the column.
-        """
+        """Raises InvalidRequest: it cannot be read; names the line and the column."""
         while self._tokens[self._at][0] != "end":
             _, name, offset = self._take("name")
             self._take("defines")

@@ -270,10 +270,7 @@ def regex(pattern: str, param: str) -> GrammarSpec:
 
 
 def _check_repeats(pattern: str, path: str, param: str) -> None:
-    """
-    Raises:
-        InvalidRequest: what the counts in its braces repeat, one within the other, comes to too much.
-    """
+    """Raises InvalidRequest: what the counts in its braces repeat, one within the other, comes to too much."""
     sizes, last = [0], 0  # of the groups that are open, and of what came last
     for part in _REGEX_PARTS.finditer(pattern):
         text = part[0]

@@ -103,10 +103,7 @@ class SentSteps:
         return bool(self._sent) and self._sent[-1].ticket is None
 
     def send(self, plan: StepPlan) -> None:
-        """
-        Raises:
-            DeviceError: the device is lost.
-        """
+        """Raises DeviceError: the device is lost."""
         waits = bool(plan.masked_rows and self._sent)
         ticket = _attempt(self._runner.forward if waits else self._start, plan, plan.num_rows)
         self._sent.append(_Sent(plan, ticket, is_sampled=not waits))
@@ -124,11 +121,7 @@ class SentSteps:
         last.ticket = _attempt(lambda ticket: self._sample(last.plan, ticket), last.ticket, last.plan.num_rows)
 
     def collect(self) -> tuple[StepPlan, StepOutput] | None:
-        """Wait for the oldest step. None: all that were sent are lost.
-
-        Raises:
-            DeviceError: the device is lost.
-        """
+        """Wait for the oldest step. None: all that were sent are lost. Raises DeviceError: the device is lost."""
         oldest = self._sent.popleft()
         num_rows = oldest.plan.num_rows
         output = None if oldest.ticket is None else _attempt(self._runner.collect, oldest.ticket, num_rows)

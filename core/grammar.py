@@ -317,10 +317,7 @@ class GrammarCompiler:
         """Get ready for the first grammar, without waiting for it."""
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """
-        Raises:
-            InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits.
-        """
+        """Raises InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits."""
         if spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
             check_client_grammar(spec)
         if self.most_tokens is not None:

@@ -403,10 +403,7 @@ class _Minute:
             return was
 
     def run(self, without: frozenset[Cause] = frozenset()) -> _Run:
-        """
-        Raises:
-            _TooLong: see there.
-        """
+        """Raises _TooLong: see there."""
         machine, own = self._machine, set(self._own)
         free = {one.request_id: one.num_cached_tokens for one in self.courses}
         if Cause.NEIGHBOURS_PROMPTS in without:

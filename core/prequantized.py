@@ -59,10 +59,7 @@ _NEUTRAL_WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def refuse_other_methods(config: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UnsupportedModel: the checkpoint is quantised by a method that is not read.
-    """
+    """Raises UnsupportedModel: the checkpoint is quantised by a method that is not read."""
     given = config.get("quantization_config")
     if given is not None and parse_packed(config) is None and parse_fp8(config) is None:
         method = given.get("quant_method") if isinstance(given, Mapping) else given

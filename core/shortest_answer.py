@@ -194,10 +194,7 @@ class _Search:
             raise _TooMuch
 
     def _ways(self, parts: _Parts) -> Iterator[tuple[float, list[tuple[int, _Node]]]]:
-        """
-        Raises:
-            _Conflict: one of the ways cannot be. The others were told, or will not be.
-        """
+        """Raises _Conflict: one of the ways cannot be. The others were told, or will not be."""
         schemas = [schema for _, schema in parts]
         if given := _given(schemas):
             self._count(sum(map(len, given)) * len(schemas) // 2)
@@ -312,10 +309,7 @@ def _numbers(schemas: Sequence[Mapping[str, Any]], keyword: str) -> list[float]:
 
 
 def _bounds(schemas: Sequence[Mapping[str, Any]], what: str) -> tuple[int, float]:
-    """
-    Raises:
-        _Conflict: the least is more than the most.
-    """
+    """Raises _Conflict: the least is more than the most."""
     least = max([0, *map(math.ceil, _numbers(schemas, f"min{what}"))])
     most = min([math.inf, *_numbers(schemas, f"max{what}")])
     if least > most:

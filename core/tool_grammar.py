@@ -444,11 +444,7 @@ class _Writer:
 
 
 def _alternatives(schema: Any, path: str, root: Schema) -> list[Schema]:
-    """Schemas of one type each, or of values, of which a value fits any.
-
-    Raises:
-        CannotHold: it says more than that.
-    """
+    """Schemas of one type each, or of values, of which a value fits any. Raises CannotHold: it says more than that."""
     found, waiting = list[Schema](), [schema]
     for each in waiting:
         one = _merged(each, path, root)

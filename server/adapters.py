@@ -86,10 +86,7 @@ class Adapters:
         logger.info("the adapter %r is loaded from %s: %d bytes, %s", name, path, adapter.size_bytes, adapter.digest)
 
     def unload(self, name: str) -> None:
-        """
-        Raises:
-            ServiceError: there is no such adapter.
-        """
+        """Raises ServiceError: there is no such adapter."""
         cards = self._reader.cards
         if not any(card.id == name and card.adapter is not None for card in cards):
             loaded = ", ".join(card.id for card in cards if card.adapter is not None) or "none"

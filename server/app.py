@@ -82,10 +82,7 @@ class Readiness:
     is_stalled: bool = False
 
     def check(self) -> None:
-        """
-        Raises:
-            ServiceError: unavailable; loading or draining.
-        """
+        """Raises ServiceError: unavailable; loading or draining."""
         if self.is_draining:
             raise ServiceError(ErrorKind.UNAVAILABLE, "The server is shutting down.", "draining", retry_after_s=5)
         if not self.is_ready:

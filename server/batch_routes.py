@@ -54,11 +54,7 @@ class Part(NamedTuple):
 
 
 def parse_form(body: bytes, content_type: bytes) -> dict[str, Part]:
-    """The fields of a multipart/form-data body (RFC 7578), by their names.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
+    """The fields of a multipart/form-data body (RFC 7578), by their names. Raises InvalidRequest: it is none."""
     found = _BOUNDARY.match(content_type.strip())
     if found is None:
         message = "Send the file as multipart/form-data: curl -F purpose=batch -F file=@requests.jsonl"

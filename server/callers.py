@@ -84,11 +84,7 @@ class Gate:
         return identify(request, client.certificate, client.network)
 
     def identify_again(self, credential: Credential) -> Caller:
-        """The caller who made a batch, for one of its lines.
-
-        Raises:
-            ServiceError: see Authenticator.again.
-        """
+        """The caller who made a batch, for one of its lines. Raises ServiceError: see Authenticator.again."""
         digest = None if credential.digest is None else bytes.fromhex(credential.digest)
         caller = self.authenticator.again(credential.tenant, digest, credential.key_id, credential.subject)
         return replace(caller, is_background=True)
@@ -224,10 +220,7 @@ def of_callers(config: ServerConfig, others: ServerConfig) -> ServerConfig:
 
 
 def jwt_rules(config: ServerConfig) -> JwtRules | None:
-    """
-    Raises:
-        StartupError: of --jwks, --jwt-issuer and --jwt-audience some are given and some are not.
-    """
+    """Raises StartupError: of --jwks, --jwt-issuer and --jwt-audience some are given and some are not."""
     for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
         if config.jwks is None and value is not None:
             cause = f"{flag} needs --jwks: without its keys every JWT is refused"
@@ -265,10 +258,7 @@ def load_directory(config: ServerConfig) -> Directory:
 
 
 def check_budgets(tenants: Sequence[Tenant], config: ServerConfig) -> None:
-    """
-    Raises:
-        StartupError: a budget of money, and there are no prices; or of a month, and the ledger forgets sooner.
-    """
+    """Raises StartupError: a budget of money, and there are no prices; or of a month, and the ledger forgets sooner."""
     for tenant in tenants:
         for limits in (tenant.limits, tenant.key_limits):
             if (limits.money_per_day or limits.money_per_month) and not config.prices.by_model:

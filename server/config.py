@@ -861,10 +861,7 @@ class ServerConfig:
         return (Bind(own), *self.binds)
 
     def to_engine_config(self) -> EngineConfig:
-        """
-        Raises:
-            StartupError: settings contradict one another.
-        """
+        """Raises StartupError: settings contradict one another."""
         for cause, fix in self._contradictions():
             raise StartupError(cause, fix)
         same = {one.name: getattr(self, one.name) for one in fields(EngineConfig) if hasattr(self, one.name)}

@@ -128,10 +128,7 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
 
 
 def _own_adapters(config: ServerConfig, adapters: Sequence[ModelSettings], path: Path | None) -> list[NamedPath]:
-    """
-    Raises:
-        StartupError: one is of another model, or its directory is missing.
-    """
+    """Raises StartupError: one is of another model, or its directory is missing."""
     if not adapters:
         return []
     from server.engine_loader import served_name  # imports what few commands need

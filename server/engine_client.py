@@ -509,11 +509,7 @@ class EngineClient:
         return handle
 
     def inspect(self) -> Awaitable[EngineSnapshot]:
-        """The engine's state, after all earlier messages took effect.
-
-        Raises:
-            ServiceError: the engine has failed.
-        """
+        """The engine's state, after all earlier messages took effect. Raises ServiceError: the engine has failed."""
         if self._error is not None:
             raise self._error
         self._num_inspections += 1

@@ -269,10 +269,7 @@ def _load_runner(
 def _read_draft(
     config: ServerConfig, files: ModelFiles, model: ModelConfig | EncoderConfig, fetches: bool = True
 ) -> tuple[ModelFiles, ModelConfig]:
-    """
-    Raises:
-        StartupError: it is missing or not supported, or does not go with the model.
-    """
+    """Raises StartupError: it is missing or not supported, or does not go with the model."""
     if isinstance(model, EncoderConfig):
         raise StartupError(f"--draft, and {served_name(config)} generates no text", "leave --draft out")
     path = model_path(replace(config, model=config.draft), fetches)

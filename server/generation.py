@@ -283,11 +283,7 @@ class Generation:
         }
 
     async def run(self) -> Outcome:
-        """Answer the request.
-
-        Raises:
-            ServiceError: only before anything of the answer is sent.
-        """
+        """Answer the request. Raises ServiceError: only before anything of the answer is sent."""
         try:
             return await self._run()
         finally:
@@ -399,10 +395,7 @@ class Generation:
     # The table, and its actions.
 
     def _on(self, event: Event, *arguments: Any) -> None:
-        """
-        Raises:
-            LookupError: the state has no such event in TABLE: a bug.
-        """
+        """Raises LookupError: the state has no such event in TABLE: a bug."""
         row = TABLE[self.state]
         if event not in row:
             raise LookupError(f"{event} in {self.state}")
@@ -986,10 +979,7 @@ class Generations:
 
     @property
     def known_own(self) -> OwnBackend:
-        """
-        Raises:
-            ServiceError: no model is served by this process.
-        """
+        """Raises ServiceError: no model is served by this process."""
         if self.own is None:
             message = "This path needs a model in the server's own process (--model), and there is none."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
@@ -1104,10 +1094,7 @@ class Generations:
         return not all(one.is_background for one in self.active.values())
 
     def check_open(self) -> None:
-        """
-        Raises:
-            ServiceError: the process is ending, or the ledger takes no writes.
-        """
+        """Raises ServiceError: the process is ending, or the ledger takes no writes."""
         if self._refusal is not None:
             raise self._refusal
         if self.ledger is not None:

@@ -133,10 +133,7 @@ class GuardedCompiler(GrammarCompiler):
                 logger.warning("no process for test compilations of grammars: %r", error)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """
-        Raises:
-            InvalidRequest: as GrammarCompiler; or it takes too long, or too much memory or stack.
-        """
+        """Raises InvalidRequest: as GrammarCompiler; or it takes too long, or too much memory or stack."""
         refusal, is_tried = None, True
         try:
             refusal = self._try(spec)
@@ -151,10 +148,7 @@ class GuardedCompiler(GrammarCompiler):
         return grammar if is_quick else replace(grammar, anew=None)
 
     def _try(self, spec: GrammarSpec) -> GrammarRefusal | None:
-        """
-        Raises:
-            OSError: the process cannot be started.
-        """
+        """Raises OSError: the process cannot be started."""
         worker = self._taken()
         try:
             refusal = worker.refusal_of(spec)
@@ -265,10 +259,7 @@ def _write(stream: IO[bytes], data: bytes) -> None:
 
 
 def _read_by(stream: IO[bytes], within_s: float) -> bytes:
-    """
-    Raises:
-        TimeoutError, BrokenPipeError: nothing more comes.
-    """
+    """Raises TimeoutError, BrokenPipeError: nothing more comes."""
     until_s = time.monotonic() + within_s
     data, wanted = b"", _LENGTH_BYTES
     while len(data) < wanted:

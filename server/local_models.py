@@ -384,11 +384,7 @@ class LocalModels:
         await self.wait_awake(model, model.others)
 
     async def unload(self, model: LocalModel) -> None:
-        """Returns once its process has ended.
-
-        Raises:
-            ServiceError: it has requests, or is being loaded.
-        """
+        """Returns once its process has ended. Raises ServiceError: it has requests, or is being loaded."""
         if model.state is ModelState.LOADING or model.num_inside or model.requests:
             what = "is being loaded" if model.state is ModelState.LOADING else "has requests in progress"
             message = f"The model {model.name} {what}. Unload it when it is idle."
@@ -425,10 +421,7 @@ class LocalModels:
                     await self._ended.wait()
 
     def _check(self, model: LocalModel) -> None:
-        """
-        Raises:
-            ServiceError: it could not be loaded lately, or the server ends.
-        """
+        """Raises ServiceError: it could not be loaded lately, or the server ends."""
         if self._is_closing:
             raise ServiceError(ErrorKind.UNAVAILABLE, "The server is shutting down.", "draining", retry_after_s=5)
         left_s = model.retry_s - self._loop.time()

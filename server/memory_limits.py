@@ -17,11 +17,7 @@ MIN_ROOM_BYTES = 160 * 1024**2  # importing torch takes 130 MB that the kernel c
 
 
 def check_address_space() -> None:
-    """Call before importing torch, which would abort.
-
-    Raises:
-        StartupError: ulimit -v is too low for torch.
-    """
+    """Call before importing torch, which would abort. Raises StartupError: ulimit -v is too low for torch."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < MIN_ADDRESS_SPACE_BYTES:
         raise _too_little_address_space(limit_bytes, f"torch needs {MIN_ADDRESS_SPACE_BYTES // 1024} KiB")

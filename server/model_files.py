@@ -301,11 +301,7 @@ def _read_modules(directory: Path) -> list[_Module]:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """config.json, or its equivalent from a GGUF file's metadata.
-
-    Raises:
-        StartupError: it is missing or broken.
-    """
+    """config.json, or its equivalent from a GGUF file's metadata. Raises StartupError: it is missing or broken."""
     if not is_gguf(path):
         return _read_config(path)
     return _gguf_config(path)[1]
@@ -346,10 +342,7 @@ def parse_config(path: Path, config: Mapping[str, Any], context: int | None = No
 
 
 def check_tokenizer(path: Path) -> None:
-    """
-    Raises:
-        StartupError: a model directory has none.
-    """
+    """Raises StartupError: a model directory has none."""
     file = path / TOKENIZER_FILE
     if not is_gguf(path) and not file.is_file():
         raise BadModelFile(f"{file} is missing", _fix_missing(file))

@@ -98,10 +98,7 @@ class Server:
         passed: Sequence[PassedSocket] = (),
         read_config: Callable[[bool], ServerConfig] | None = None,
     ) -> None:
-        """
-        Raises:
-            StartupError: a file named in the configuration cannot be used, or a needed extra is missing.
-        """
+        """Raises StartupError: a file named in the configuration cannot be used, or a needed extra is missing."""
         self._config = config
         self._read_config = read_config or (lambda finds_models: config)
         self._announce = announce
@@ -170,11 +167,7 @@ class Server:
         }
 
     def _wire_app(self) -> None:
-        """The app, with all that its routes use.
-
-        Raises:
-            StartupError: the directory of files cannot be used.
-        """
+        """The app, with all that its routes use. Raises StartupError: the directory of files cannot be used."""
         app = self._app
         app.listener = self.listener
         app.drain = self._drain
@@ -243,10 +236,7 @@ class Server:
         self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
 
     async def wait_ready(self) -> None:
-        """
-        Raises:
-            StartupError: the model cannot be loaded.
-        """
+        """Raises StartupError: the model cannot be loaded."""
         await asyncio.shield(self._ready)
 
     def _report_stage(self, stage: str) -> None:
@@ -274,10 +264,7 @@ class Server:
             self.on_failed(error)
 
     def _begin_serving(self, loaded: LoadedEngine) -> None:
-        """
-        Raises:
-            StartupError: the model does not fit the configuration.
-        """
+        """Raises StartupError: the model does not fit the configuration."""
         client = EngineClient(
             self._engine_thread.post,
             self.listener.batch,
@@ -417,10 +404,7 @@ class Server:
         self._announce(banner_lines(shown))
 
     def _open_batches(self, directory: Path) -> Batches:
-        """
-        Raises:
-            StartupError: the directory cannot be used.
-        """
+        """Raises StartupError: the directory cannot be used."""
         config, app = self._config, self._app
 
         def num_slots() -> int | None:
@@ -588,10 +572,7 @@ class Server:
                 self._app.card = gateway_card(self._pools, generations.backends, self._endpoints)
 
     def _take_upstreams(self, models: Sequence[ModelSettings]) -> None:
-        """
-        Raises:
-            StartupError: a file that [[models]] names cannot be used; nothing has changed.
-        """
+        """Raises StartupError: a file that [[models]] names cannot be used; nothing has changed."""
         accesses = [access_to(one) for one in models]
         known = {one.settings.name: one for one in self._upstream_pools if any(map(one.can_take, models))}
         pools = list[Pool]()
@@ -692,11 +673,7 @@ class Server:
 async def serve(
     config: ServerConfig, load: LoadEngine, read_config: Callable[[bool], ServerConfig] | None = None
 ) -> ExitCode:
-    """Run a server until it is told to stop. Arguments: see Server.
-
-    Raises:
-        StartupError: see Server.run.
-    """
+    """Run a server until it is told to stop. Arguments: see Server. Raises StartupError: see Server.run."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     allow_connections(config.max_connections)
     passed = take_passed_sockets(os.environ, os.getpid())
@@ -771,10 +748,7 @@ class OpenLedger(NamedTuple):
 
 
 def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop) -> OpenLedger:
-    """
-    Raises:
-        StartupError: see open_journal; or its directory cannot be created.
-    """
+    """Raises StartupError: see open_journal; or its directory cannot be created."""
     if config.ledger is None:
         if config.store_responses_s is not None:
             cause = "--store-responses needs a ledger to store responses in"

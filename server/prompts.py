@@ -651,10 +651,7 @@ def _check_sequences(call: GenerationCall, most: int) -> None:
 
 
 def _check_beams(call: GenerationCall) -> None:
-    """
-    Raises:
-        InvalidRequest: something holds the answer, which no beam search follows, or drafts it.
-    """
+    """Raises InvalidRequest: something holds the answer, which no beam search follows, or drafts it."""
     held = None if call.constraint is None else "tools" if call.tools is not None else call.constraint.param
     if call.thought is not None and call.thought.most_tokens is not None:
         held = held or "thinking_token_budget"
@@ -724,10 +721,7 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
 
 def check_task(model: ServedModel, asked: str) -> None:
-    """
-    Raises:
-        InvalidRequest: the model does something else.
-    """
+    """Raises InvalidRequest: the model does something else."""
     if asked in model.tasks:
         return
     is_given = model.tasks[0]

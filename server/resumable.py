@@ -236,10 +236,7 @@ class ResumableStreams:
         self._logs[place] = EventLog(stream, self, place, elsewhere)
 
     def find(self, tenant: str, request_id: str) -> EventLog:
-        """
-        Raises:
-            ServiceError: there is none of the tenant's.
-        """
+        """Raises ServiceError: there is none of the tenant's."""
         if (log := self._logs.get((tenant, request_id))) is not None and log.has_begun:
             return log
         message = (

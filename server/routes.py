@@ -228,10 +228,7 @@ def counting(
 
 
 def check_media_type(request: HttpRequest) -> None:
-    """
-    Raises:
-        ServiceError: the headers say that the body is not JSON, or compressed. Without them it counts as JSON.
-    """
+    """Raises ServiceError: the headers say that the body is not JSON, or compressed. Without them it counts as JSON."""
     coding = request.header(b"content-encoding")
     if coding is not None and coding.strip().lower() not in (b"", b"identity"):
         raise ServiceError(

@@ -151,11 +151,7 @@ PAGE = {"after": str, "limit": Annotated[int, Meta(ge=1, le=100)], "order": Lite
 
 
 def page_of(query: Mapping[str, list[str]], most: int = 100, default: int = 20) -> tuple[str | None, int]:
-    """`after` and `limit` of a list's query.
-
-    Raises:
-        InvalidRequest: limit is not 1 to `most`.
-    """
+    """`after` and `limit` of a list's query. Raises InvalidRequest: limit is not 1 to `most`."""
     limit = query.get("limit", [str(default)])[0]
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
         raise InvalidRequest(f"limit must be 1 to {most}.", "limit")
@@ -187,11 +183,7 @@ def page_behind(
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object, strictly.
-
-    Raises:
-        InvalidRequest: it is not one; the message says where it breaks.
-    """
+    """A JSON object, strictly. Raises InvalidRequest: it is not one; the message says where it breaks."""
     if body.count(b"\\") > MAX_ESCAPES:
         raise _too_much(f"has more than {MAX_ESCAPES} escaped characters")
     in_steps = len(body) >= LONG_BYTES or body.count(b"[") + body.count(b"{") > MAX_DEPTH  # what may be deep, too

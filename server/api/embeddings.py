@@ -90,10 +90,7 @@ def parse_ollama(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 
 def style_of(defaults: GenerationDefaults) -> PoolingStyle:
-    """
-    Raises:
-        InvalidRequest: the model makes no vectors, by the files that a gateway counts with.
-    """
+    """Raises InvalidRequest: the model makes no vectors, by the files that a gateway counts with."""
     if defaults.pooling is None:
         raise InvalidRequest(
             "This model makes no embeddings or scores. Name another one.", "model", "unsupported_model"
@@ -132,11 +129,7 @@ def check_dimensions(dimensions: int | None, style: PoolingStyle) -> None:
 
 
 def named_prompt(style: PoolingStyle, name: str | None) -> str:
-    """What the model wants before a text.
-
-    Raises:
-        InvalidRequest: it has no prompt of that name.
-    """
+    """What the model wants before a text. Raises InvalidRequest: it has no prompt of that name."""
     if name is None:
         return style.prompts.get(style.default_prompt or "", "")
     if name not in style.prompts:
@@ -146,10 +139,7 @@ def named_prompt(style: PoolingStyle, name: str | None) -> str:
 
 
 def check_num_texts(num: int, param: str, defaults: GenerationDefaults) -> None:
-    """
-    Raises:
-        InvalidRequest: none, or more than one request may have.
-    """
+    """Raises InvalidRequest: none, or more than one request may have."""
     if not num:
         raise InvalidRequest(f"{param} is empty: send at least one text.", param)
     if num > (most := defaults.limits.num_inputs):

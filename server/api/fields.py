@@ -609,10 +609,7 @@ def num_logprobs_of(has_logprobs: bool | None, top_logprobs: int | None, limits:
 
 
 def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
-    """
-    Raises:
-        InvalidRequest: an id is not in the vocabulary.
-    """
+    """Raises InvalidRequest: an id is not in the vocabulary."""
     if any(min(piece) < 0 or max(piece) >= vocab_size for piece in pieces(ids)):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         where = f"{param}[{position}]"
@@ -621,9 +618,6 @@ def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def check_range(param: str, value: float, low: float, high: float) -> None:
-    """
-    Raises:
-        InvalidRequest: the value is outside of a range that no annotation can have.
-    """
+    """Raises InvalidRequest: the value is outside of a range that no annotation can have."""
     if not low <= value <= high:  # NaN fails every comparison
         raise InvalidRequest(f"{param} must be from {low} to {high}.", param)

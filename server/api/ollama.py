@@ -152,10 +152,7 @@ def context_of(turns: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def turns_of(context: Sequence[int]) -> list[Message]:
-    """
-    Raises:
-        InvalidRequest: it is of no answer of a server like this one.
-    """
+    """Raises InvalidRequest: it is of no answer of a server like this one."""
     if not context:
         return []
     try:

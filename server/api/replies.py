@@ -226,10 +226,7 @@ class WholeReply:
         self._logprobs[choice] += logprob_entries(delta.logprobs or (), self._context)
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
-        """
-        Raises:
-            ServiceError: a choice ended for a reason that the wire does not know.
-        """
+        """Raises ServiceError: a choice ended for a reason that the wire does not know."""
         for reason in self._reasons:
             if reason not in WIRE_REASONS:
                 raise cut_short(reason)

@@ -201,10 +201,7 @@ def tool_wishes(
 
 
 def _check_schema(schema: Any, param: str) -> None:
-    """
-    Raises:
-        InvalidRequest: it is no JSON schema, whose depth is bounded.
-    """
+    """Raises InvalidRequest: it is no JSON schema, whose depth is bounded."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):

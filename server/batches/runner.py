@@ -203,10 +203,7 @@ class Batches:
     # What handlers ask.
 
     async def create(self, batch: Batch, most_unfinished: int) -> None:
-        """
-        Raises:
-            ServiceError: see Store.add_batch.
-        """
+        """Raises ServiceError: see Store.add_batch."""
         await self.offload(lambda: self.store.add_batch(batch, most_unfinished, self.limits.quota))
         self._spawn(self._begin(batch))
 

@@ -190,10 +190,7 @@ class Store:
     """The open directory."""
 
     def __init__(self, directory: Path) -> None:
-        """
-        Raises:
-            StartupError: it cannot be used.
-        """
+        """Raises StartupError: it cannot be used."""
         self._contents = directory / "contents"
         try:
             self._contents.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -231,10 +228,7 @@ class Store:
         return self._contents / file.id
 
     def add_file(self, file: File, content: memoryview, quota: Quota) -> None:
-        """
-        Raises:
-            ServiceError: the tenant's quota is full, or the disk.
-        """
+        """Raises ServiceError: the tenant's quota is full, or the disk."""
         self._check_room(file.tenant, quota, 1, file.bytes)
         try:
             self._write(file, [content])
@@ -268,10 +262,7 @@ class Store:
         self._database.execute(f"INSERT INTO files VALUES ({places})", msgspec.structs.astuple(file))
 
     def file(self, tenant: str, file_id: str, param: str | None = None) -> File:
-        """
-        Raises:
-            ServiceError: the tenant has no such file.
-        """
+        """Raises ServiceError: the tenant has no such file."""
         row = self._database.execute("SELECT * FROM files WHERE id = ? AND tenant = ?", (file_id, tenant)).fetchone()
         if row is None:
             message = f"There is no file {file_id[:100]!r}: it was deleted, has expired, or is not yours."
@@ -299,10 +290,7 @@ class Store:
             raise InvalidRequest(f"after is no id of this list: {after[:100]!r}.", "after")
 
     def delete_file(self, tenant: str, file_id: str) -> None:
-        """
-        Raises:
-            ServiceError: the tenant has no such file, or a batch that is not over reads it.
-        """
+        """Raises ServiceError: the tenant has no such file, or a batch that is not over reads it."""
         file = self.file(tenant, file_id)
         if any(batch.input_file_id == file_id for batch in self.unfinished()):
             message = f"An unfinished batch reads {file_id}. Cancel the batch first, or wait for its end."
@@ -338,10 +326,7 @@ class Store:
         self._database.execute("INSERT INTO batches VALUES (?, ?, ?, ?)", values)
 
     def batch(self, tenant: str, batch_id: str) -> Batch:
-        """
-        Raises:
-            ServiceError: the tenant has no such batch.
-        """
+        """Raises ServiceError: the tenant has no such batch."""
         found = self._database.execute("SELECT record FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant))
         if (row := found.fetchone()) is None:
             message = f"There is no batch {batch_id[:100]!r}."

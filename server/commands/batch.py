@@ -49,10 +49,7 @@ class _Line(msgspec.Struct):
 
 
 def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    """
-    Raises:
-        StartupError: the file is none of requests, or the server cannot be reached or started, or refuses.
-    """
+    """Raises StartupError: the file is none of requests, or the server cannot be reached or started, or refuses."""
     check_url(arguments)
     file: Path = arguments.file
     endpoint, models = _read(file)

@@ -290,10 +290,7 @@ class ChatClient:
         sleep: Callable[[float], None] = time.sleep,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """
-        Raises:
-            StartupError: it is not a server's URL.
-        """
+        """Raises StartupError: it is not a server's URL."""
         self.url = with_scheme(url).rstrip("/").removesuffix("/v1")
         try:
             parts = httpx2.URL(self.url)
@@ -432,10 +429,7 @@ def _error_message(body: bytes) -> str:
 
 
 def check_url(arguments: argparse.Namespace) -> None:
-    """
-    Raises:
-        StartupError: --url beside --model, or without the https that other flags are about.
-    """
+    """Raises StartupError: --url beside --model, or without the https that other flags are about."""
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
     check_trust_flags(arguments)
@@ -448,10 +442,7 @@ def client_of(url: str, arguments: argparse.Namespace, config: ServerConfig) -> 
 
 
 def ready_client(url: str, arguments: argparse.Namespace, config: ServerConfig) -> ChatClient:
-    """
-    Raises:
-        StartupError: no server answers.
-    """
+    """Raises StartupError: no server answers."""
     client = client_of(url, arguments, config)
     client.wait_ready(lambda stage: print(stage, file=sys.stderr, flush=True))
     return client

@@ -296,11 +296,7 @@ def refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
 
 
 def given_value(flag: str, text: str, parse: Callable[[str], T], sample: str) -> T:
-    """What a flag says that is none of the settings.
-
-    Raises:
-        StartupError: it cannot be parsed.
-    """
+    """What a flag says that is none of the settings. Raises StartupError: it cannot be parsed."""
     try:
         return parse(text)
     except BadValueError as error:

@@ -85,11 +85,7 @@ def serving_section(find: Callable[[], tuple[Fact, ...]], binds: Sequence[Bind])
 
 
 def try_bind(bind: Bind) -> str:
-    """Listen there for a moment.
-
-    Raises:
-        StartupError: it cannot be listened on.
-    """
+    """Listen there for a moment. Raises StartupError: it cannot be listened on."""
     address = bind.address
     if isinstance(address, PassedAddress):
         return f"{address}, passed by systemd"

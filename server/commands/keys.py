@@ -66,10 +66,7 @@ def print_keys(arguments: argparse.Namespace, config: ServerConfig, now: datetim
 
 
 def revoke(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -> None:
-    """
-    Raises:
-        StartupError: there is no such key.
-    """
+    """Raises StartupError: there is no such key."""
     record = revoke_key(_keys_file(config), arguments.prefix, now)
     _say(f"{record.prefix} of {record.tenant} is revoked. {RELOAD}")
 

@@ -30,10 +30,7 @@ LOAD_TIMEOUT_S = 3600.0
 
 
 def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
-    """
-    Raises:
-        StartupError: a directory or the device asked for is missing; or see pull and switch.
-    """
+    """Raises StartupError: a directory or the device asked for is missing; or see pull and switch."""
     if arguments.action is not None:
         if arguments.name is None:
             fix = f"steploop models {arguments.action} NAME"

@@ -32,10 +32,7 @@ class Incomparable(Exception):
 
 
 def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    """
-    Raises:
-        StartupError: nothing is recorded there, or the server cannot be reached or started.
-    """
+    """Raises StartupError: nothing is recorded there, or the server cannot be reached or started."""
     check_url(arguments)
     records = [record for path in arguments.records for record in read_records(path, print)]
     if arguments.request is not None:
@@ -94,11 +91,7 @@ def _replay(client: ChatClient, records: Sequence[RecordedRequest], is_forced: b
 
 
 def _told_of(client: ChatClient, record: RecordedRequest, body: dict[str, Any]) -> dict[str, Any]:
-    """The `timings` of another run.
-
-    Raises:
-        Incomparable: the server refuses it, or its answer breaks off.
-    """
+    """The `timings` of another run. Raises Incomparable: the server refuses it, or its answer breaks off."""
     with ExitStack() as stack:
         response = stack.enter_context(client.exchange("POST", record.path, body))
         answer = response.read().decode(errors="replace")
@@ -137,11 +130,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _difference(record: RecordedRequest, told: dict[str, Any]) -> str | None:
-    """Where the tokens differ first; None: nowhere.
-
-    Raises:
-        Incomparable: the prompt was another.
-    """
+    """Where the tokens differ first; None: nowhere. Raises Incomparable: the prompt was another."""
     if told["prompt_digest"] != record.prompt_digest:
         raise Incomparable(
             "its prompt was tokenized differently: it continued a chat that the server remembered, its template shows"

@@ -22,10 +22,7 @@ def add_trust_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_trust_flags(arguments: argparse.Namespace) -> None:
-    """
-    Raises:
-        StartupError: --url is not https.
-    """
+    """Raises StartupError: --url is not https."""
     is_tls = arguments.url is not None and urlsplit(with_scheme(arguments.url)).scheme == "https"
     if not is_tls and (arguments.ca_file is not None or arguments.takes_any):
         flag = "--insecure" if arguments.takes_any else "--cacert"

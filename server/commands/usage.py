@@ -20,10 +20,7 @@ NO_KEY = "(no key)"
 
 
 def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
-    """
-    Raises:
-        StartupError: an argument is invalid, or there is no ledger.
-    """
+    """Raises StartupError: an argument is invalid, or there is no ledger."""
     if config.ledger is None:
         fix = "--ledger FILE, STEPLOOP_LEDGER=FILE or ledger in the TOML file that --config names"
         raise StartupError("no ledger is named", fix, ExitCode.USAGE)

@@ -58,10 +58,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def check_floors(version_of: VersionOf = installed_version) -> None:
-    """
-    Raises:
-        StartupError: dependencies are missing or below their floors; it names all of them.
-    """
+    """Raises StartupError: dependencies are missing or below their floors; it names all of them."""
     broken = [(floor, version_of(floor.distribution)) for floor in FLOORS]
     broken = [(floor, version) for floor, version in broken if not is_at_least(version, floor.minimum)]
     if not broken:

@@ -70,10 +70,7 @@ class Responses:
         return self._ledger.now_us()
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse:
-        """
-        Raises:
-            ServiceError: it is not stored.
-        """
+        """Raises ServiceError: it is not stored."""
         return (await self.history(tenant, response_id, most=1))[0]
 
     async def history(
@@ -105,10 +102,7 @@ class Responses:
         return KeepResponse(response, self._most_bytes)
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """
-        Raises:
-            ServiceError: it is not stored, or the ledger takes no writes.
-        """
+        """Raises ServiceError: it is not stored, or the ledger takes no writes."""
         self._ledger.check()
         await self.find(tenant, response_id)
         self._ledger.unkept.pop((KeepResponse, tenant, response_id), None)

@@ -92,10 +92,7 @@ class Recorder:
     def __init__(
         self, directory: Path, keeps_bodies: bool, most_bytes: int, keep_s: float, unix: Callable[[], float] = time.time
     ) -> None:
-        """
-        Raises:
-            StartupError: the directory cannot be made, or written to.
-        """
+        """Raises StartupError: the directory cannot be made, or written to."""
         self.keeps_bodies = keeps_bodies
         self.num_written = 0
         self._num_refused = self._num_failed = 0  # counted by the loop, and by the thread

@@ -139,11 +139,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return any(one.url.startswith("https:") for one in self.upstreams)
 
     def api_key(self) -> str | None:
-        """Read anew with each start.
-
-        Raises:
-            StartupError: the file cannot be read, or holds no key.
-        """
+        """Read anew with each start. Raises StartupError: the file cannot be read, or holds no key."""
         if self.api_key_file is None:
             return None
         try:

@@ -579,11 +579,7 @@ class Http1Protocol:
         raise ResponseError("A body is sent after its head and before its end.")
 
     def send_end(self) -> bytes:
-        """What ends the body.
-
-        Raises:
-            ResponseError: before the head, twice, or short of the content-length.
-        """
+        """What ends the body. Raises ResponseError: before the head, twice, or short of the content-length."""
         sending = self._sending
         if sending in (_Sending.HEAD, _Sending.ENDED):
             raise ResponseError("A response ends once, after its head.")

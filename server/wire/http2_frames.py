@@ -81,11 +81,7 @@ def settings_frame(settings: dict[int, int]) -> bytes:
 
 
 def check_shape(header: Header) -> None:
-    """Check that a frame's stream and length fit its type.
-
-    Raises:
-        ConnectionFault: they do not.
-    """
+    """Check that a frame's stream and length fit its type. Raises ConnectionFault: they do not."""
     length, kind, flags, stream_id = header
     is_of_stream, least, most = _SHAPES.get(kind, _ANY_SHAPE)
     if is_of_stream is not None and is_of_stream != (stream_id > 0):

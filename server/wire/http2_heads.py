@@ -103,10 +103,7 @@ def _target(pseudo: dict[bytes, bytes]) -> tuple[bytes, bytes]:
 
 
 def check_trailers(fields: Fields) -> None:
-    """
-    Raises:
-        Malformed: there are pseudo-fields (RFC 9113 §8.1), or a field is malformed.
-    """
+    """Raises Malformed: there are pseudo-fields (RFC 9113 §8.1), or a field is malformed."""
     pseudo, headers = _split(fields)
     if pseudo:
         raise Malformed
@@ -139,11 +136,7 @@ def _check_fields(headers: Fields) -> None:
 
 
 def content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """The declared length of the body.
-
-    Raises:
-        Malformed: that is no number, or more than one.
-    """
+    """The declared length of the body. Raises Malformed: that is no number, or more than one."""
     lengths = [value for name, value in headers if name == b"content-length"]
     if not lengths:
         return None

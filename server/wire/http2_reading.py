@@ -108,11 +108,7 @@ class FrameReader:
         del buffer[:position]
 
     def _check_header(self, header: Header) -> None:
-        """Judge a frame by its header, and charge for it.
-
-        Raises:
-            ConnectionFault: it is not to be read.
-        """
+        """Judge a frame by its header, and charge for it. Raises ConnectionFault: it is not to be read."""
         length, kind, flags, stream_id = header
         limits = self._frame_limits
         self._num_left -= 1

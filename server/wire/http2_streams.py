@@ -181,10 +181,7 @@ class Responses:
         return stream
 
     def send_head(self, stream_id: int, head: ResponseHead) -> None:
-        """
-        Raises:
-            ResponseError: fields that the application must not send, or a head already sent.
-        """
+        """Raises ResponseError: fields that the application must not send, or a head already sent."""
         stream = self.streams[stream_id]
         if stream.is_head_sent:
             raise ResponseError("A response has one head.")

@@ -153,11 +153,7 @@ def _handshake_message(data: bytes) -> bytes | None:
 
 
 def _offered_protocols(hello: bytes) -> list[bytes]:
-    """The ALPN names (RFC 7301 §3.1) in a ClientHello (RFC 8446 §4.1.2).
-
-    Raises:
-        IndexError: it is malformed.
-    """
+    """The ALPN names (RFC 7301 §3.1) in a ClientHello (RFC 8446 §4.1.2). Raises IndexError: it is malformed."""
     position = 2 + 32  # version, random
     for num_length_bytes in (1, 2, 1):  # session id, cipher suites, compression methods
         position += num_length_bytes + _number(hello, position, num_length_bytes)
@@ -191,10 +187,7 @@ class ServerTls:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """
-        Raises:
-            StartupError: the files are not a certificate and its key, or not a CA.
-        """
+        """Raises StartupError: the files are not a certificate and its key, or not a CA."""
         self.files = files
         self.expiries: dict[str, float] = {}
         self.context = self._load()
