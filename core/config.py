@@ -432,17 +432,8 @@ class ModelConfig(Traits):
     @property
     def kinds(self) -> tuple["ModelConfig", ...]:
         """The model as if all layers had the sizes of one, for each that differs from the others."""
-        layers = (
-            LayerConfig(
-                None,
-                None,
-                head_dim=layer.head_dim,
-                num_kv_heads=layer.num_kv_heads,
-                intermediate_size=layer.intermediate_size,
-            )
-            for layer in self.all_layers
-        )
-        return tuple(map(self.with_sizes, dict.fromkeys(layers)))
+        by_sizes = {(one.head_dim, one.num_kv_heads, one.intermediate_size): one for one in self.all_layers}
+        return tuple(map(self.with_sizes, by_sizes.values()))
 
     @property
     def cached_heads(self) -> tuple[tuple[int, int], ...]:

@@ -186,12 +186,8 @@ class RunnerLimits:
     max_drafts: int = 0  # tokens of a step
     num_kept_states: int | None = None  # of recurrent layers, at block borders; None: the model has no such layers
     window: int | None = None  # tokens that a token sees in all layers, itself included; None: in some, all before it
-    num_window_blocks: int | None = (
-        None  # of layers with windows, up to `window`; others see all. None: one table for all
-    )
-    shares_answers: bool = (
-        True  # False: the cache keeps blocks of prompts alone, as what it samples may round otherwise
-    )
+    num_window_blocks: int | None = None  # of layers with windows, up to `window`; others see all. None: one table
+    shares_answers: bool = True  # False: the cache keeps blocks of prompts alone: what it samples may round otherwise
     takes_whole_prompts: bool = False  # a prompt is one row of one step, of max_batch_tokens at most
     timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 

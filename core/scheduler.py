@@ -442,12 +442,8 @@ class Scheduler:
         states = self.states
         num_joining, num_windows_reserved = len(states.joining(sequence)), num_reserved
         if sequence.search is not None:  # each sibling's own part
-            tail = (
-                len(sequence.token_ids)
-                + 1
-                - sequence.num_prompt_tokens // self.limits.block_size * self.limits.block_size
-            )
-            num_blocks = num_blocks_for(tail, self.limits.block_size)
+            size = self.limits.block_size
+            num_blocks = num_blocks_for(len(sequence.token_ids) + 1, size) - sequence.num_prompt_tokens // size
             num_reserved += (num_joining - 1) * num_blocks
             num_windows_reserved += (num_joining - 1) * states.num_windows_of(num_blocks)
         while num_joining > len(states.free_slots) or not states.take_blocks(
