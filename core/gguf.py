@@ -16,7 +16,6 @@ import numpy as np
 
 from core.errors import BadCheckpoint, UnsupportedModel
 
-SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32

@@ -30,7 +30,6 @@ from core.config_json import (
 )
 from core.encoders import EncoderConfig, is_encoder, parse_encoder_config
 from core.errors import ExitCode, StartupError
-from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import FACTORS, config_of, generation_of, keys_of
 from core.grammar import GrammarCompiler
@@ -39,7 +38,7 @@ from core.types import Pooling, PoolingKind
 from server.api.decoding import range_of
 from server.api.fields import POOLINGS, PoolingStyle, SamplingFields, tasks_of
 from server.gguf_tokenizer import end_ids, tokenizer_files
-from server.values import is_gguf, show_models
+from server.values import GGUF_SUFFIX, is_gguf, show_models
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"

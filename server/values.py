@@ -27,7 +27,7 @@ LEAST_SIMILARITY = 0.65  # of a path's name to a proposed one: of four letters, 
 LEAST_BEGINNING = 4  # letters of a name that are enough to propose it
 LEAST_OF_FEW = 0.2  # of a word to one of a few choices: a typing error keeps some letters
 SHOWN_MODELS = 5
-GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
+GGUF_SUFFIX = ".gguf"
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*[A-Za-z]+)+|\d+(?:\.\d+)?")
 # As huggingface_hub's validate_repo_id has names, and git has revisions
@@ -220,8 +220,10 @@ def is_gguf(path: Path) -> bool:
     """Whether a file is GGUF by its name, or by its first bytes: Ollama's are named by their hashes."""
     if path.suffix.lower() == GGUF_SUFFIX or not os.path.isfile(path):
         return os.path.isfile(path)
+    from core.gguf import MAGIC  # imports numpy, which few commands need
+
     with suppress(OSError), path.open("rb") as file:
-        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+        return file.read(len(MAGIC)) == MAGIC
     return False
 
 
