@@ -23,20 +23,9 @@ from server.observing.slo import MINIMA
 
 DIRECTORY = Path(__file__).parent / "page"
 MEDIA_TYPES = {".html": b"text/html", ".css": b"text/css", ".js": b"text/javascript"}
-FILES = {  # by path
-    "/dashboard": "index.html",
-    "/dashboard/page.css": "page.css",
-    "/dashboard/page.js": "page.js",
-    "/dashboard/chart.js": "chart.js",
-    "/dashboard/elements.js": "elements.js",
-    "/dashboard/engine.js": "engine.js",
-    "/dashboard/playground.js": "playground.js",
-    "/dashboard/tenants.js": "tenants.js",
-    "/dashboard/tour.js": "tour.js",
-    "/dashboard/uplot.css": "uplot.css",
-    "/dashboard/uplot.js": "uplot.js",
-    "/docs": "docs.html",
-    "/dashboard/docs.js": "docs.js",
+SCRIPTS = ("page.js", "chart.js", "elements.js", "engine.js", "playground.js", "tenants.js", "tour.js", "uplot.js")
+FILES = {"/dashboard": "index.html", "/docs": "docs.html"} | {  # by path
+    f"/dashboard/{name}": name for name in ("page.css", "uplot.css", "docs.js", *SCRIPTS)
 }
 MAX_RUNNING = 64  # shown of those in progress: with 10 viewers they cost 1 % of a core
 MAX_STEPS = 1024

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from server.api.replies import EVENT_FIELDS
 from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.sse import EVENT_END
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
@@ -49,10 +50,6 @@ class EventLog(StreamCarrier):
         self._timer: asyncio.TimerHandle | None = None
         stream.move_to(self)
         stream.on_peer_lost = self._lose_peer
-
-    @property
-    def media_type(self) -> bytes:
-        return b"text/event-stream; charset=utf-8"
 
     @property
     def has_begun(self) -> bool:
@@ -133,7 +130,7 @@ class EventLog(StreamCarrier):
             reader.send_head(ResponseHead(204, ()))  # a browser's EventSource asks no more
             reader.end()
             return
-        reader.send_head(ResponseHead(200, ((b"content-type", self.media_type), (b"x-accel-buffering", b"no"))))
+        reader.send_head(ResponseHead(200, EVENT_FIELDS))
         reader.send(b"".join(list(self._events)[len(self._events) - missing :]))
         if self.is_whole:
             reader.end()

@@ -129,6 +129,7 @@ def cut_short(reason: FinishReason) -> ServiceError:
 # A surface.
 
 EVENTS = b"text/event-stream; charset=utf-8"
+EVENT_FIELDS = ((b"content-type", EVENTS), (b"x-accel-buffering", b"no"))  # of a head; proxies hold none back
 
 
 class ReplyContext(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ import orjson
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
+from server.api.replies import EVENT_FIELDS
 from server.observing.accounting import Ring
 from server.observing.metrics import Histogram, Metrics, resident_bytes
 from server.observing.timing import NO_STORE
@@ -201,8 +202,7 @@ class Live:
         if len(self._viewers) >= MAX_VIEWERS:
             message = f"{MAX_VIEWERS} viewers are connected, the most allowed. Close one of them."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "too_many_viewers", retry_after_s=5)
-        fields = ((b"content-type", b"text/event-stream; charset=utf-8"), NO_STORE, (b"x-accel-buffering", b"no"))
-        stream.send_head(ResponseHead(200, fields))
+        stream.send_head(ResponseHead(200, (*EVENT_FIELDS, NO_STORE)))
         if stream.request.method == "HEAD":
             stream.end()
             return
