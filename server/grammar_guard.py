@@ -6,11 +6,9 @@ takes too long, and end with ours. Threads: loop for the queue; those of compili
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
-import select
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,8 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import IO
 
 import msgspec
@@ -41,7 +41,6 @@ STACK_BYTES = 4 * 2**20  # half of what a thread of ours has: what passes here d
 MAX_QUEUED = 64  # of one tenant's, the one that is compiled among them
 MAX_AT_ONCE = 2  # of different tenants: one whose grammars take long does not hold up the next one's
 TRIED_SLICES = SLICES[0], SLICES[-1]  # as quick as all for a grammar's first masks, in 24 MiB less
-_LENGTH_BYTES = 8
 
 
 class CompileQueue:
@@ -154,7 +153,7 @@ class GuardedCompiler(GrammarCompiler):
             refusal = worker.refusal_of(spec)
         except OSError as error:
             self._end(worker)
-            if not isinstance(error, TimeoutError | BrokenPipeError):
+            if not isinstance(error, TimeoutError | ConnectionError):
                 raise
             message = f"{spec.param} is too complex: compiling it takes too long, or too much memory. Simplify it."
             return GrammarRefusal(message, spec.param, "grammar_too_complex")
@@ -208,28 +207,34 @@ class _Worker:
     """
 
     def __init__(self, vocabulary: int, *arguments: str) -> None:
-        pipe = subprocess.PIPE
-        streams = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL}
-        self._process = start_module(__name__, vocabulary, *arguments, **streams)
+        self._line, theirs = Pipe()
+        streams = {"stdin": theirs.fileno(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with theirs:
+            self._process = start_module(__name__, vocabulary, *arguments, **streams)
         self._is_ready = False
 
     def refusal_of(self, spec: GrammarSpec) -> GrammarRefusal | None:
         """
         Raises:
-            TimeoutError, BrokenPipeError: the grammar took too long, or ended the process.
+            TimeoutError, ConnectionError: the grammar took too long, or ended the process.
             OSError: the process did not start.
         """
-        source, target = self._process.stdout, self._process.stdin
-        assert source is not None
-        assert target is not None
         if not self._is_ready:
             try:
-                _read_by(source, START_S)
-            except (TimeoutError, BrokenPipeError) as error:
+                self._answer(START_S)
+            except (TimeoutError, ConnectionError) as error:
                 raise OSError("the process that compiles grammars did not start") from error
             self._is_ready = True
-        _write(target, msgspec.msgpack.encode(spec))
-        return msgspec.msgpack.decode(_read_by(source, MAX_COMPILE_S), type=GrammarRefusal | None)
+        self._line.send_bytes(msgspec.msgpack.encode(spec))
+        return msgspec.msgpack.decode(self._answer(MAX_COMPILE_S), type=GrammarRefusal | None)
+
+    def _answer(self, within_s: float) -> bytes:
+        if not self._line.poll(within_s):
+            raise TimeoutError
+        try:
+            return self._line.recv_bytes()
+        except (EOFError, OSError) as error:  # at the beginning of a message, and within one
+            raise ConnectionError from error
 
     @property
     def is_running(self) -> bool:
@@ -237,10 +242,7 @@ class _Worker:
 
     def end(self) -> None:
         self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        self._line.close()
         self._process.wait()
 
 
@@ -251,38 +253,10 @@ def _end_all(workers: set[_Worker], files: list[IO[bytes]]) -> None:
         file.close()
 
 
-def _write(stream: IO[bytes], data: bytes) -> None:
-    left = memoryview(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
-    while left:
-        left = left[stream.write(left) or 0 :]
-    stream.flush()
-
-
-def _read_by(stream: IO[bytes], within_s: float) -> bytes:
-    """Raises TimeoutError, BrokenPipeError: nothing more comes."""
-    until_s = time.monotonic() + within_s
-    data, wanted = b"", _LENGTH_BYTES
-    while len(data) < wanted:
-        ready, _, _ = select.select([stream], [], [], max(0.0, until_s - time.monotonic()))
-        if not ready:
-            raise TimeoutError
-        more = os.read(stream.fileno(), wanted - len(data))
-        if not more:
-            raise BrokenPipeError
-        data += more
-        if wanted == len(data) == _LENGTH_BYTES:
-            wanted += int.from_bytes(data, "big")
-    return data[_LENGTH_BYTES:]
-
-
 # The process.
 
 
-def _serve(vocabulary_file: int, most_tokens: int | None, source: IO[bytes], target: IO[bytes]) -> None:
-    def next_message() -> bytes:
-        size = int.from_bytes(source.read(_LENGTH_BYTES), "big")
-        return source.read(size)
-
+def _serve(vocabulary_file: int, most_tokens: int | None, line: "Connection[bytes, bytes]") -> None:
     data = os.pread(vocabulary_file, os.fstat(vocabulary_file).st_size, 0)  # its offset is that of all
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
     vocabulary = msgspec.structs.replace(vocabulary, token_bytes=TokenBytes(vocabulary.token_bytes))
@@ -294,15 +268,18 @@ def _serve(vocabulary_file: int, most_tokens: int | None, source: IO[bytes], tar
         most_tokens,
         TRIED_SLICES,
     )
-    _write(target, b"\xc0")
-    while message := next_message():
-        spec = msgspec.msgpack.decode(message, type=GrammarSpec)
+    line.send_bytes(b"\xc0")
+    while True:
+        try:
+            spec = msgspec.msgpack.decode(line.recv_bytes(), type=GrammarSpec)
+        except (EOFError, ConnectionError):  # the server has ended
+            return
         refusal = None
         try:
             compiler.compile(spec)
         except InvalidRequest as error:
             refusal = GrammarRefusal(error.message, error.param, error.code)
-        _write(target, msgspec.msgpack.encode(refusal))
+        line.send_bytes(msgspec.msgpack.encode(refusal))
 
 
 def main() -> None:
@@ -310,7 +287,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     file, *given = map(int, sys.argv[1:])
-    arguments = (file, given[0] if given else None, sys.stdin.buffer, sys.stdout.buffer)
+    arguments = (file, given[0] if given else None, Connection(sys.stdin.fileno()))
     thread = threading.Thread(target=_serve, args=arguments, daemon=True)
     thread.start()
     thread.join()
