@@ -5,7 +5,6 @@ batch's id is kept beside FILE, too: after Ctrl-C, or a crash, the same command 
 """
 
 import argparse
-import json
 import os
 import secrets
 import shutil
@@ -114,15 +113,15 @@ def _save(beside: Path, state: _State) -> None:
 def _create(client: ChatClient, file: Path, endpoint: str, window: str) -> str:
     with file.open("rb") as opened:
         form = {"data": {"purpose": "batch"}, "files": {"file": (file.name, opened, "application/jsonl")}}
-        uploaded = _ask(client, "POST", "/v1/files", **form)
+        uploaded = client.document("POST", "/v1/files", **form)
     body = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
-    return str(_ask(client, "POST", "/v1/batches", json=body)["id"])
+    return str(client.document("POST", "/v1/batches", json=body)["id"])
 
 
 def _wait(client: ChatClient, batch_id: str) -> dict[str, Any]:
     with progress(sys.stderr, "lines") as report:
         while True:
-            batch = _ask(client, "GET", f"/v1/batches/{batch_id}")
+            batch: dict[str, Any] = client.document("GET", f"/v1/batches/{batch_id}")
             counts = batch["request_counts"]
             if counts["total"]:
                 report(counts["completed"] + counts["failed"], counts["total"])
@@ -145,12 +144,3 @@ def _write(client: ChatClient, batch: dict[str, Any], file: Path) -> list[Path]:
         os.replace(new, path)
         written.append(path)
     return written
-
-
-def _ask(client: ChatClient, method: str, path: str, **content: Any) -> dict[str, Any]:
-    with client.exchange(method, path, **content) as response:
-        body = response.read()
-    if response.status_code != 200:
-        raise client.refusal(response.status_code, body)
-    found: dict[str, Any] = json.loads(body)
-    return found

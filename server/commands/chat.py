@@ -309,12 +309,8 @@ class ChatClient:
     def model(self) -> str:
         """The first model that the server lists."""
         if self._model is None:
-            with self.exchange("GET", "/v1/models", None, PROBE_TIMEOUT_S) as response:
-                body = response.read()
-            if response.status_code != 200:
-                raise self.refusal(response.status_code, body)
             try:
-                self._model = str(json.loads(body)["data"][0]["id"])
+                self._model = str(self.document("GET", "/v1/models", None, PROBE_TIMEOUT_S)["data"][0]["id"])
             except (ValueError, KeyError, IndexError, TypeError) as error:
                 raise self._unreachable("answers, but lists no model") from error
         return self._model
@@ -374,6 +370,14 @@ class ChatClient:
         except (httpx2.TransportError, ValueError) as error:
             raise self._unreachable(f"broke off the answer ({error})") from error
         raise self._unreachable("broke off the answer")
+
+    def document(self, *request: Any, **content: Any) -> Any:
+        """The JSON of a whole answer, to a request as `exchange` takes it. Raises StartupError: it is refused."""
+        with self.exchange(*request, **content) as response:
+            body = response.read()
+        if response.status_code != 200:
+            raise self.refusal(response.status_code, body)
+        return json.loads(body)
 
     @contextlib.contextmanager
     def exchange(
