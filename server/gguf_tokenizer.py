@@ -96,16 +96,13 @@ _DEEPSEEK3_SPLITS = (
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT_SPLITS,
     "gpt-2": (_GPT2_SPLIT,),
-    "llama-bpe": (_LLAMA3_SPLIT,),
-    "dbrx": (_LLAMA3_SPLIT,),
-    "smaug-bpe": (_LLAMA3_SPLIT,),
+    **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe", "glm4"), (_LLAMA3_SPLIT,)),
     "qwen2": (_QWEN2_SPLIT,),
     "smollm": (r"\p{N}", _GPT2_SPLIT),
     "tekken": (_TEKKEN_SPLIT,),
     "qwen35": (_QWEN35_SPLIT,),
     "deepseek-llm": _DEEPSEEK_LLM_SPLITS,
     "deepseek-v3": _DEEPSEEK3_SPLITS,
-    "glm4": (_LLAMA3_SPLIT,),
     "seed-coder": (_SEED_SPLIT,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O_SPLIT,)),
 }
@@ -139,10 +136,7 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
             pre = _pre_tokenizer(metadata)
             content = _byte_level(metadata, tokens, types, pre)
             add_bos = pre in _KEEPS_WHOLE
-        case "llama":
-            content = _sentencepiece(metadata, tokens, types)
-            add_bos = True
-        case "gemma4":
+        case "llama" | "gemma4":
             content = _sentencepiece(metadata, tokens, types)
             add_bos = True
         case other:
@@ -213,11 +207,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], pre: str) -> dict[str, Any]:
     """A byte-level BPE, as GPT-2's. Unused tokens (padding of the vocabulary) are left out."""
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not _is_list_of(merges, str):
-        raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
     vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != UNUSED}
-    pairs = [_merge(merge, vocab) for merge in merges]
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in PRE_TOKENIZERS[pre]
@@ -233,10 +223,17 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": pairs,
+            "merges": _stored_merges(metadata, vocab),
             "ignore_merges": pre in _KEEPS_WHOLE,
         },
     }
+
+
+def _stored_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not _is_list_of(merges, str):
+        raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
+    return [_merge(merge, vocab) for merge in merges]
 
 
 def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
@@ -279,11 +276,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
 
 
 def _merges_of(metadata: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
-    merges, scores = metadata.get("tokenizer.ggml.merges"), metadata.get("tokenizer.ggml.scores")
     if metadata.get("tokenizer.ggml.model") == "gemma4":
-        if not _is_list_of(merges, str):
-            raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
-        return [_merge(merge, vocab) for merge in merges]
+        return _stored_merges(metadata, vocab)
+    scores = metadata.get("tokenizer.ggml.scores")
     if not _is_list_of(scores, float) or len(scores) != len(vocab):
         raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
     mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
