@@ -287,10 +287,7 @@ class GbnfReader:
         return f"/[{'^' * is_other}{written}]/" if written else "/(?s:.)/"
 
     def _characters(self, text: str, offset: int) -> Iterator[str]:
-        """
-        Args:
-            offset: of the text in the source.
-        """
+        """offset: of the text in the source."""
         at = 0
         while at < len(text):
             found = _GBNF_CHARACTER.match(text, at)

@@ -388,10 +388,7 @@ def check_depth(schema: Any, param: str, allowance: Allowance) -> None:
     seen: dict[str, int] = {}  # the level at which a reference was followed last
 
     def follow(one: Any, level: int, are_names: bool = False) -> None:
-        """
-        Args:
-            are_names: the keys are names that the schema gives, no keywords.
-        """
+        """are_names: the keys are names that the schema gives, no keywords."""
         allowance.num_parts -= 1
         if level > MAX_TOTAL_DEPTH:
             message = f"{param} is nested deeper than {MAX_TOTAL_DEPTH} levels when its references are followed."

@@ -96,10 +96,7 @@ class NumberBounds:
         self._finite = _packed(digits == 0) if digits.any() else None
 
     def narrow(self, mask: Int32Array, token_ids: Sequence[int]) -> None:
-        """
-        Args:
-            mask: of the token behind these.
-        """
+        """mask: of the token behind these."""
         if self._letter is None or mask[self._letter >> 5] >> (self._letter & 31) & 1:
             return
         found, last = None, self._token_bytes[token_ids[-1]] if token_ids else b""

@@ -49,10 +49,7 @@ def aged_class(priority: int, age_s: float) -> int:
 
 
 def rank(sequence: Sequence, level: int, now: float) -> Rank:
-    """
-    Args:
-        level: its aged class.
-    """
+    """level: its aged class."""
     is_due = sequence.due_order[0] <= now + NEARLY_DUE_S
     return -level, not is_due, sequence.tenant.counter_s, sequence.place
 
@@ -106,10 +103,7 @@ class WaitingQueue:
         return any(tenant in queue.tenants for queue in self._classes.values())
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """
-        Args:
-            now: when its class begins to age, if it is the class's first.
-        """
+        """now: when its class begins to age, if it is the class's first."""
         queue = self._classes.setdefault(sequence.priority, _ClassQueue())
         if not queue.tenants:
             queue.since_s = now

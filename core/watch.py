@@ -37,10 +37,7 @@ class Watcher:
         self._wants_blocks |= watch.tells_blocks
 
     def on_preempted(self, now: float, victim: Sequence, cause: PreemptionCause, by: str) -> None:
-        """
-        Args:
-            by: the request that takes its place.
-        """
+        """by: the request that takes its place."""
         if now < self._until_s and len(self._preempted) < MAX_PREEMPTED:
             self._preempted.append(Preempted(now, victim.request_id, victim.index, cause, by))
 

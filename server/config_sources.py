@@ -280,10 +280,7 @@ def _parse(option: Option, text: str | list[str], origin: str) -> Given:
 
 
 def _parse_one(option: Option, text: str, origin: str, field: str | None = None) -> Any:
-    """
-    Args:
-        field: of the entry of [[models]] that has it; None: it is a setting of the server.
-    """
+    """field: of the entry of [[models]] that has it; None: it is a setting of the server."""
     try:
         return option.parse(text)
     except BadValueError as error:

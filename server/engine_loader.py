@@ -569,10 +569,7 @@ def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str
 
 
 def _shown_drafts(config: ServerConfig, plan: "MemoryPlan", head_bytes: int, left_out: Sequence[str]) -> str:
-    """
-    Args:
-        left_out: layers that predict later tokens.
-    """
+    """left_out: layers that predict later tokens."""
     can_verify = plan.device.device.type == "cpu" and config.tensor_parallel == 1
     said = drafts_of(config, head_bytes > 0, can_verify) + (f" ({format_size(head_bytes)})" if head_bytes else "")
     is_told = left_out and can_verify and config.speculation == "auto"

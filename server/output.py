@@ -49,10 +49,7 @@ class StreamedOutput:
         return self._reply.end(usage, self._with_extras(extras))
 
     def complete(self, usage: Usage, last: bytes) -> None:
-        """
-        Args:
-            last: that compose() has made.
-        """
+        """last: that compose() has made."""
         self._opened().send(last)
         if not self._stream.takes_trailers:
             self._stream.end()

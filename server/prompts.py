@@ -671,10 +671,7 @@ def _num_unshown(call: GenerationCall, text: str) -> int:
 
 
 def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCall:
-    """
-    Args:
-        text: of its prompt, where that is a chat.
-    """
+    """text: of its prompt, where that is a chat."""
     if call.thought is None or text is None:
         return call
     prompt, turn = call.prompts[0], None

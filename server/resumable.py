@@ -216,10 +216,7 @@ class EventLog(StreamCarrier):
 
 
 class ResumableStreams:
-    """
-    Args:
-        clock: monotonic, in seconds.
-    """
+    """clock: monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float], most_bytes: int = MOST_BYTES_IN_ALL) -> None:
         self.clock = clock

@@ -250,10 +250,7 @@ class _OneAtATime:
         self._is_running = False
 
     async def run(self, exchange: Exchange, simulate: Callable[[Callable[[Any], None]], T]) -> T:
-        """
-        Args:
-            simulate: is given what to call after each step.
-        """
+        """simulate: is given what to call after each step."""
         if self._is_running:
             message = "Another simulation is running. Try again in a second."
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "simulation_running", retry_after_s=1.0)

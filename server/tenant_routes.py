@@ -59,10 +59,7 @@ class NewLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreatedKey(ShownKey, frozen=True, kw_only=True):
-    """
-    Args:
-        key: shown only now.
-    """
+    """key: shown only now."""
 
     key: str
 
@@ -113,10 +110,7 @@ class TenantState(AccountState, frozen=True, kw_only=True):
 
 
 class TenantList(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    Args:
-        has_more: behind the last of these; `after` takes its name.
-    """
+    """has_more: behind the last of these; `after` takes its name."""
 
     object: Literal["list"]
     data: list[TenantState]

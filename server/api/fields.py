@@ -551,10 +551,7 @@ def _sampling_params(
 
 
 def _check_prompt_logprobs(fields: ChoiceFields, num_echoed: int | None, limits: RequestLimits) -> None:
-    """
-    Args:
-        num_echoed: logprobs that an echoed prompt has; None: no prompt is echoed, or without logprobs.
-    """
+    """num_echoed: logprobs that an echoed prompt has; None: no prompt is echoed, or without logprobs."""
     num = fields.prompt_logprobs
     if num is None:
         return

@@ -261,10 +261,7 @@ def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:
 
 
 class Draining(TypedDict):
-    """
-    Args:
-        grace_s: until the process ends at the latest.
-    """
+    """grace_s: until the process ends at the latest."""
 
     status: Literal["draining"]
     grace_s: float

@@ -406,10 +406,7 @@ def _headers(hub: Hub) -> dict[str, str]:
 
 
 def _refusal(hub: Hub, model: HubId, url: str, error: "HfHubHTTPError", later: str) -> HubRefusal:
-    """
-    Args:
-        later: the fix if only the hub can change it.
-    """
+    """later: the fix if only the hub can change it."""
     from huggingface_hub import errors
 
     status = error.response.status_code

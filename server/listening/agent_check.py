@@ -13,10 +13,7 @@ BACKLOG = 64
 
 
 class AgentCheck(asyncio.Protocol):
-    """
-    Args:
-        line: returns what is to be said now, such as "up ready 75%".
-    """
+    """line: returns what is to be said now, such as "up ready 75%"."""
 
     def __init__(self, address: TcpAddress, line: Callable[[], str]) -> None:
         self._address = address

@@ -53,10 +53,7 @@ class Http2(FrameReader):
     is_multiplexed = True
 
     def __init__(self, write: Callable[[bytes], None], now: Callable[[], float], origin: Fields) -> None:
-        """
-        Args:
-            origin: the pseudo-fields of every request: scheme and authority.
-        """
+        """origin: the pseudo-fields of every request: scheme and authority."""
         super().__init__(LIMITS, LIST_BYTES, CONNECTION_WINDOW_BYTES)
         self.is_ready = self.is_closing = False
         self._send_bytes, self._clock, self._origin = write, now, origin

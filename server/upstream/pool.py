@@ -243,10 +243,7 @@ class Upstream:
     # Outcomes.
 
     def note_probe(self, why: str | None, now_s: float) -> None:
-        """
-        Args:
-            why: it failed; None: it is well.
-        """
+        """why: it failed; None: it is well."""
         is_first, self.has_been_asked = not self.has_been_asked, True
         if why is None:
             self._num_probed = max(1, self._num_probed + 1)

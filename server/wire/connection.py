@@ -134,10 +134,7 @@ class Exchanges(ABC):
     """The requests and responses of one connection, in one protocol; the StreamCarrier of its streams."""
 
     def __init__(self, connection: "Connection", context: ConnectionContext, room: BodyRoom) -> None:
-        """
-        Args:
-            room: for the bodies of its requests.
-        """
+        """room: for the bodies of its requests."""
         self._connection = connection
         self._out = connection.out
         self._context = context

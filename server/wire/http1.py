@@ -376,10 +376,7 @@ class Http1Protocol:
     """
 
     def __init__(self, limits: HeadLimits, date: Callable[[], bytes], chunks_at_once: int = sys.maxsize) -> None:
-        """
-        Args:
-            chunks_at_once: of a body, that one call parses.
-        """
+        """chunks_at_once: of a body, that one call parses."""
         self.keep_alive = True
         self.num_requests = 0
         self._limits = limits

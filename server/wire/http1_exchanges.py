@@ -153,10 +153,7 @@ class Http1Exchanges(Exchanges):
                 exchanges.receive(rest)
 
     def _speak_http2(self, data: bytes) -> None:
-        """
-        Args:
-            data: all that was received.
-        """
+        """data: all that was received."""
         exchanges = Http2Exchanges(self._connection, self._context)
         self._connection.go_on_with(exchanges)
         exchanges.receive(data)

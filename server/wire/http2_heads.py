@@ -196,10 +196,7 @@ class FieldDecoder:
     """One connection's decoder."""
 
     def __init__(self, list_bytes: int) -> None:
-        """
-        Args:
-            list_bytes: of a decoded field section; a larger one is taken for an attack.
-        """
+        """list_bytes: of a decoded field section; a larger one is taken for an attack."""
         self._decoder = Decoder(list_bytes)
         self._list_bytes = list_bytes
 

@@ -125,10 +125,7 @@ class Responses:
     """
 
     def __init__(self, write: Callable[[bytes], None], date: Callable[[], bytes]) -> None:
-        """
-        Args:
-            write: takes what goes out ahead of any DATA.
-        """
+        """write: takes what goes out ahead of any DATA."""
         self.streams: dict[int, Http2Stream] = {}
         self.encoder = FieldEncoder()
         self.window = self.initial_window = DEFAULT_WINDOW
