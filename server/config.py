@@ -483,7 +483,7 @@ class ServerConfig:
     )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to cleartext HTTP/2 (h2c). Do not use it behind a proxy, which would no longer"
-        " see the requests. HTTP/2 by prior knowledge or ALPN is always on",
+        " see the requests. HTTP/2 by prior knowledge or ALPN is always on"
     )
 
     # How clients say who they are.
@@ -678,9 +678,7 @@ class ServerConfig:
         "http2.num_streams", _count(1, 65_536), "HTTP/2: open streams, as advertised; more are refused"
     )
     max_refused_streams: int = _CONNECTION.limit(
-        "http2.num_refused",
-        _count(1, 65_536),
-        "HTTP/2: streams refused in a row; more end the connection",
+        "http2.num_refused", _count(1, 65_536), "HTTP/2: streams refused in a row; more end the connection"
     )
     max_heads_bytes: int = _CONNECTION.limit(
         "http2.heads_bytes",

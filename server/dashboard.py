@@ -64,9 +64,7 @@ async def show_file(exchange: Exchange, name: str) -> None:
 ROUTES: Mapping[str, dict[str, Route]] = {
     path: {"GET": Route(partial(show_file, name=name), None, needs_model=False, headers=PROTECTION)}
     for path, name in FILES.items()
-} | {
-    "/dashboard/live": {"GET": Route(show_live, Scope.ADMIN, needs_model=False, headers=PROTECTION)},
-}
+} | {"/dashboard/live": {"GET": Route(show_live, Scope.ADMIN, needs_model=False, headers=PROTECTION)}}
 
 
 # What a frame shows.

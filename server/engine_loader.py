@@ -388,13 +388,7 @@ class Fact:
 def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
     """Device, threads and memory, whose bandwidth is measured (0.1 s); those of the CPU if the device is missing."""
     from gpu.cpu_kernels.support import choose_for
-    from gpu.device import (
-        apply_threads,
-        free_memory_bytes,
-        measure_bandwidth,
-        num_physical_cores,
-        total_memory_bytes,
-    )
+    from gpu.device import apply_threads, free_memory_bytes, measure_bandwidth, num_physical_cores, total_memory_bytes
     from gpu.tune import measured_here
 
     engine, model = config.to_engine_config(), None

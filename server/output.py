@@ -71,11 +71,7 @@ class StreamedOutput:
         return self._stream
 
     def _open(self) -> None:
-        headers = (
-            (b"content-type", self._media_type),
-            (b"x-accel-buffering", b"no"),
-            *answer_headers(self._timings),
-        )
+        headers = ((b"content-type", self._media_type), (b"x-accel-buffering", b"no"), *answer_headers(self._timings))
         self._stream.send_head(ResponseHead(200, headers))
         self._stream.send(self._reply.start())
         self._stream.call_once_written(lambda now_s: self._timings.go_on(Stage.FIRST_FLUSH, Stage.DECODE, now_s))

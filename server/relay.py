@@ -59,16 +59,7 @@ from server.relayed import (
 )
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Fields, Outgoing, UpstreamFault
-from server.upstream.pool import (
-    JSON,
-    MAX_MOVES,
-    NOT_OPEN,
-    Pool,
-    Slot,
-    Upstream,
-    leading_blocks,
-    leading_token_blocks,
-)
+from server.upstream.pool import JSON, MAX_MOVES, NOT_OPEN, Pool, Slot, Upstream, leading_blocks, leading_token_blocks
 from server.wire import sse
 
 logger = logging.getLogger(__name__)

@@ -283,10 +283,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Codes of errors that end an answer, of which the request is the cause
-_REQUESTS_OWN = {
-    "deadline_exceeded": ErrorKind.DEADLINE_EXCEEDED,
-    "grammar_too_complex": ErrorKind.INVALID_REQUEST,
-}
+_REQUESTS_OWN = {"deadline_exceeded": ErrorKind.DEADLINE_EXCEEDED, "grammar_too_complex": ErrorKind.INVALID_REQUEST}
 T = TypeVar("T")
 # Of a chunk of one choice's text: the upstream's bytes around the text, ours, and the choice
 _Shape = tuple[bytes, bytes, bytes, bytes, tuple[int, ...]]

@@ -741,10 +741,7 @@ ROUTES |= {
 # By prefix of the path; the rest is the handler's argument
 _REQUEST = Operation("A request's progress and timings", answer=ToldRequest, below="{request_id}")
 _AGAIN = Operation(
-    "Resume its stream after Last-Event-ID",
-    answer=None,
-    events=dict[str, Any],
-    below="{request_id}/stream",
+    "Resume its stream after Last-Event-ID", answer=None, events=dict[str, Any], below="{request_id}/stream"
 )
 _WHY = Operation("What made a request slow, by simulation", answer=Explanation, below="{request_id}/why")
 _CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")

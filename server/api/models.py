@@ -219,12 +219,7 @@ def model_reply(model: ServedModel, states: States) -> bytes:
 
 
 def _model_object(model: ServedModel, states: States) -> ModelObject:
-    result: ModelObject = {
-        "id": model.id,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "steploop",
-    }
+    result: ModelObject = {"id": model.id, "object": "model", "created": model.created_s, "owned_by": "steploop"}
     if model.tasks:
         result["tasks"] = model.tasks
     if model.parent is not None:

@@ -14,14 +14,7 @@ from msgspec import Meta
 from core.errors import InvalidRequest
 from core.types import Delta, Usage
 from server.api.decoding import decode
-from server.api.embeddings import (
-    PooledFields,
-    check_num_texts,
-    never_streams,
-    pooled_call,
-    pooled_usage,
-    style_of,
-)
+from server.api.embeddings import PooledFields, check_num_texts, never_streams, pooled_call, pooled_usage, style_of
 from server.api.fields import DefaultsOf, GenerationCall, GenerationDefaults, PairPrompt, Prompt, TextPrompt
 from server.api.known_fields import rules_of
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply
@@ -72,11 +65,7 @@ def parse_score(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 
 def _prompts(
-    first: list[str],
-    second: list[str],
-    instruction: str | None,
-    before: tuple[str, str],
-    defaults: GenerationDefaults,
+    first: list[str], second: list[str], instruction: str | None, before: tuple[str, str], defaults: GenerationDefaults
 ) -> tuple[Prompt, ...]:
     """A pair of each two; of a model that embeds, all texts, the first ones first.
 

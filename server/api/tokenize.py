@@ -66,12 +66,7 @@ def tokenizer_info_reply(special_tokens: Mapping[str, str], chat_template: str |
     """As vLLM writes it. Special tokens that the model does not have are null."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     return sse.json_line(
-        {
-            **dict.fromkeys(names),
-            **special_tokens,
-            "chat_template": chat_template,
-            "model_max_length": max_model_len,
-        }
+        {**dict.fromkeys(names), **special_tokens, "chat_template": chat_template, "model_max_length": max_model_len}
     )
 
 

@@ -522,10 +522,7 @@ class Quotas:
     """
 
     def __init__(
-        self,
-        clock: Callable[[], Moment],
-        used: Used | None = None,
-        cost_micro: CostMicro = lambda model, usage: 0,
+        self, clock: Callable[[], Moment], used: Used | None = None, cost_micro: CostMicro = lambda model, usage: 0
     ) -> None:
         self._clock = clock
         self._started = clock()

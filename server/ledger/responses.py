@@ -118,13 +118,7 @@ class Responses:
 
 
 def _read(
-    path: Path,
-    tenant: str,
-    response_id: str,
-    since_us: int,
-    known: Mapping[Place, Kept],
-    most: int,
-    most_bytes: int,
+    path: Path, tenant: str, response_id: str, since_us: int, known: Mapping[Place, Kept], most: int, most_bytes: int
 ) -> _Chain:
     found: list[StoredResponse] = []
     next_id: str | None = response_id

@@ -87,11 +87,7 @@ class History:
     """
 
     def __init__(
-        self,
-        metrics: Metrics,
-        stats: Callable[[], EngineStats],
-        clock: Callable[[], float],
-        unix: Callable[[], float],
+        self, metrics: Metrics, stats: Callable[[], EngineStats], clock: Callable[[], float], unix: Callable[[], float]
     ) -> None:
         self._metrics, self._stats, self._clock, self._unix = metrics, stats, clock, unix
         self.points: Ring[Row] = Ring(MAX_POINTS)

@@ -248,9 +248,7 @@ class _Closing(enum.Enum):
 _LAST_WORDS = _Closing.LAST_WORDS  # looked up at every write: a member of an enum costs 70 ns, a global 7
 
 
-def _guarded(
-    work: Callable[Concatenate["Connection", P], None],
-) -> Callable[Concatenate["Connection", P], None]:
+def _guarded(work: Callable[Concatenate["Connection", P], None]) -> Callable[Concatenate["Connection", P], None]:
     """For callbacks: an exception costs the connection, and not its caller."""
 
     @functools.wraps(work)

@@ -299,8 +299,7 @@ def server_tls(
     """
     if client_auth is not None and client_ca is None:
         raise StartupError(
-            f"--tls-client-auth {client_auth} has no CA to judge clients' certificates by",
-            "--tls-client-ca FILE",
+            f"--tls-client-auth {client_auth} has no CA to judge clients' certificates by", "--tls-client-ca FILE"
         )
     if certificate is not None:
         return ServerTls(TlsFiles(certificate, key, client_ca, ClientAuth(client_auth or ClientAuth.REQUIRED)))
@@ -355,12 +354,7 @@ async def start_tls(
         lower.set_write_buffer_limits(high=LOWER_UNSENT_BYTES)
         loop.call_soon(_hand_on, lower, bytes(opening.received))
         upper = await loop.start_tls(
-            lower,
-            opening,
-            context,
-            server_side=True,
-            ssl_handshake_timeout=timeout_s,
-            ssl_shutdown_timeout=_NO_LIMIT_S,
+            lower, opening, context, server_side=True, ssl_handshake_timeout=timeout_s, ssl_shutdown_timeout=_NO_LIMIT_S
         )
     except BaseException:
         lower.abort()
