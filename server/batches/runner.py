@@ -330,7 +330,7 @@ class Batches:
             custom_id = line.custom_id
             stream.request = HttpRequest(0, "POST", line.url, "", _headers(line), True)
             stream.received_s = self._loop.time()
-            stream.receive_body(_body_of(line))
+            stream.receive_body(bytes(line.body))
             stream.complete_body()
             await self._released.wait()
             await self._handle(stream, request_id, partial(self._identify, batch.credential))
@@ -458,10 +458,6 @@ def _headers(line: Line) -> Headers:
     is_plain = len(own_id) <= 64 and line.custom_id.isascii() and line.custom_id.isprintable() and b" " not in own_id
     headers: Headers = ((b"content-type", b"application/json"),)
     return (*headers, (b"x-request-id", own_id)) if is_plain else headers
-
-
-def _body_of(line: Line) -> bytes:
-    return bytes(line.body)
 
 
 def _answer(batch: Batch, number: int, custom_id: str, request_id: str, carrier: _Collected) -> Answer:
