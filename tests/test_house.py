@@ -19,7 +19,7 @@ BUDGETS = {
     "server": (14_565, 36),
     "server/api": (6230, 19),
     "server/batches": (945, 3),
-    "server/commands": (2300, 13),
+    "server/commands": (2315, 13),
     "server/gate": (2870, 8),
     "server/ledger": (2030, 7),
     "server/listening": (1235, 5),
@@ -33,7 +33,7 @@ BUDGETS = {
     "gpu/parallel": (770, 5),
     "bench": (10_220, 38),
 }
-TEST_LINES = 73_515
+TEST_LINES = 73_530
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -137,10 +137,6 @@ def _write(client: ChatClient, batch: dict[str, Any], file: Path) -> list[Path]:
         if (file_id := batch[f"{kind}_file_id"]) is None:
             continue
         path = file.with_name(f"{file.stem}.{kind}{file.suffix}")
-        new = path.with_name(path.name + ".new")
-        with client.exchange("GET", f"/v1/files/{file_id}/content") as response, new.open("wb") as opened:
-            for piece in response.iter_bytes():
-                opened.write(piece)
-        os.replace(new, path)
+        client.save(f"/v1/files/{file_id}/content", path)
         written.append(path)
     return written

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import httpx2
@@ -378,6 +379,21 @@ class ChatClient:
         if response.status_code != 200:
             raise self.refusal(response.status_code, body)
         return json.loads(body)
+
+    def save(self, path: str, file: Path) -> None:
+        """Write a whole answer's body to a file. Raises StartupError: it is refused or breaks off; there is no file."""
+        new = file.with_name(file.name + ".new")
+        with self.exchange("GET", path) as response:
+            if response.status_code != 200:
+                raise self.refusal(response.status_code, response.read())
+            try:
+                with new.open("wb") as opened:
+                    for piece in response.iter_bytes():
+                        opened.write(piece)
+            except httpx2.TransportError as error:
+                new.unlink()
+                raise self._unreachable(f"broke off the answer ({error})") from error
+        os.replace(new, file)
 
     @contextlib.contextmanager
     def exchange(

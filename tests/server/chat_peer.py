@@ -41,6 +41,7 @@ class Peer(ThreadingHTTPServer):
         self.refusal: tuple[int, bytes] | None = None
         self.stages: list[str] = []  # what /ready still answers 503 with
         self.ends_answer = True
+        self.missing_bytes = 0  # of a GET's answer, which breaks off
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.client_left = threading.Event()
@@ -63,6 +64,8 @@ class PeerHandler(BaseHTTPRequestHandler):
         elif self.path == "/ready" and self.server.stages:
             stage = self.server.stages.pop(0)
             self._answer(503, json.dumps({"error": {"message": stage}}).encode())
+        elif self.path.startswith("/v1/files/"):
+            self._answer(*(self.server.refusal or (200, b"{}")), self.server.missing_bytes)
         else:
             self._answer(200, b"{}")
 
@@ -84,9 +87,10 @@ class PeerHandler(BaseHTTPRequestHandler):
             self.server.client_left.set()
         self.close_connection = True
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes, missing_bytes: int = 0) -> None:
         self.send_response(status)
-        self.send_header("content-length", str(len(body)))
+        self.send_header("content-length", str(len(body) + missing_bytes))
+        self.close_connection = missing_bytes > 0
         self.end_headers()
         self.wfile.write(body)
 

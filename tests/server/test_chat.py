@@ -157,6 +157,20 @@ def test_an_answer_that_does_not_end_is_an_error(last: list[bytes], cause: str, 
         next(answer)
 
 
+def test_a_file_is_saved_whole_or_not_at_all(peer: Peer, tmp_path: Path) -> None:
+    file, client = tmp_path / "in.output.jsonl", client_of(peer)
+    peer.refusal = 503, b'{"error": {"message": "draining"}}'
+    with pytest.raises(StartupError, match="draining"):
+        client.save("/v1/files/1/content", file)
+    peer.refusal, peer.missing_bytes = (200, b'{"custom_id": '), 10
+    with pytest.raises(StartupError, match="broke off the answer"):
+        client.save("/v1/files/1/content", file)
+    assert not list(tmp_path.iterdir())
+    peer.missing_bytes = 0
+    client.save("/v1/files/1/content", file)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b'{"custom_id": ']
+
+
 def test_loading_is_waited_for_and_each_stage_told_once(peer: Peer) -> None:
     peer.stages = ["loading weights", "loading weights", "warming up"]
     told: list[str] = []
