@@ -26,7 +26,7 @@ class EngineConfig:
         quantize: the layers' matrices to one of QUANTIZE_SCHEMES while they load; None: as they are.
         activations: "bf16": a file's quantised blocks become the serving format while they load, int8 and int4 at each
             step; "int8": they stay as stored, and rows become 8-bit integers to multiply them; "auto": int8 where the
-            CPU has kernels for it.
+            CPU has kernels for it. On a GPU rows stay floats; with "auto" and "int8" a file's blocks stay as stored.
         quantize_cache_bytes: limit of quantised weights kept on disk; 0: none are.
         kv_dtype: "auto": keys and values are stored in dtype; "int8": as 8-bit integers, with a scale for each head of
             a token.

@@ -2,8 +2,8 @@
 
 A format's block holds 32 to 256 inputs of one output. Packed, the same bytes of 64 outputs lie together: each field of
 a block (a float16 scale, a word of four bytes of numbers) 64 times, output by output, so that a register holds one
-field of 16 outputs. Nothing is converted and nothing grows; only the signed bytes of Q8_0 get their sign bit turned,
-for instructions that multiply unsigned by signed bytes.
+field of 16 outputs, and neighbouring threads of a GPU read words side by side. Nothing is converted and nothing grows;
+only the signed bytes of Q8_0 get their sign bit turned, for instructions that multiply unsigned by signed bytes.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,12 @@ from torch import Tensor
 from core.config import EngineConfig, ModelConfig
 from core.gguf import BLOCKS
 from gpu.cpu_kernels.support import MIN_PARAMETERS, NO_FLAGS, has_needed_flags, why_no_numba
+from gpu.device import DeviceChoice
+from gpu.kernels.sizes import why_no_kernels
 
 BLOCK_OUTPUTS = 64
 PART_INPUTS = 256  # decoded at a time: the largest block
+IN_FLOATS = "--activations bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,9 @@ class PackedBlocks:
     """Some outputs of a matrix, in one format.
 
     Args:
-        packed: bytes [ceil(out / 64), inputs / elements, 64 * size_bytes]; missing outputs are zeros.
+        packed: bytes [ceil(out / 64), inputs / elements, 64 * size_bytes]; missing outputs are zeros. On a GPU, of a
+            stack: [matrices, ceil(out / 64), ...].
+        num_out: of one matrix.
     """
 
     format: str
@@ -101,12 +106,12 @@ class PackedBlocks:
 
     @property
     def num_in(self) -> int:
-        return self.packed.shape[1] * FORMATS[self.format].elements
+        return self.packed.shape[-2] * FORMATS[self.format].elements
 
     @property
     def block_bytes(self) -> int:
         """Of 64 outputs."""
-        return self.packed.shape[1] * self.packed.shape[2]
+        return self.packed.shape[-2] * self.packed.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,8 @@ class BlockWeight:
 
     Args:
         dtype: of the rows that it multiplies: bfloat16 or float32.
-        num_stacked: it is a stack of so many matrices, of equally many parts each; None: one matrix.
+        num_stacked: it is a stack of so many matrices, of equally many parts each, or whose parts are stacks; None: one
+            matrix.
     """
 
     dtype: torch.dtype
@@ -133,23 +139,50 @@ class BlockWeight:
     def __getitem__(self, index: int) -> "BlockWeight":
         """One matrix of a stack."""
         assert self.num_stacked is not None
+        if self.parts[0].packed.dim() > 3:
+            own = (PackedBlocks(part.format, part.packed[index], part.num_out) for part in self.parts)
+            return BlockWeight(self.dtype, tuple(own))
         size = len(self.parts) // self.num_stacked
         return BlockWeight(self.dtype, self.parts[index * size : (index + 1) * size])
 
 
-def why_not_in_place(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+def write_packed(name: str, into: Tensor, rows: Tensor) -> None:
+    """Pack a file's blocks, on any device.
+
+    Args:
+        into: see PackedBlocks.
+        rows: bytes [out / 64, 64 * bytes of a row], as the file has them.
+    """
+    found, (num_chunks, num_blocks, _) = FORMATS[name], into.shape
+    stored = rows.view(num_chunks, BLOCK_OUTPUTS, num_blocks, found.size_bytes)
+    first = 0
+    for width, count, place in found.fields:
+        fields = stored[..., place : place + width * count].view(num_chunks, BLOCK_OUTPUTS, num_blocks, count, width)
+        end = first + BLOCK_OUTPUTS * width * count
+        packed = into[..., first:end].view(num_chunks, num_blocks, count, BLOCK_OUTPUTS, width)
+        packed.copy_(fields.permute(0, 2, 3, 1, 4))
+        if found.signed is not None and place >= found.signed:
+            packed.bitwise_xor_(0x80)
+        first = end
+
+
+def why_not_in_place(model: ModelConfig, engine: EngineConfig, choice: DeviceChoice) -> str | None:
     """Why a file's blocks become floats while they load, as a phrase; None: they stay as they are stored."""
-    if device.type == "cpu" and engine.quantize is not None:
+    if engine.quantize is not None:
         return f"--quantize {engine.quantize}"
-    return why_no_blocks(model, engine, device, dtype)
+    if engine.tensor_parallel > 1:
+        return "--tensor-parallel"
+    if choice.device.type == "cpu":
+        return why_no_blocks(model, engine, choice.device, choice.dtype)
+    return IN_FLOATS if engine.activations == "bf16" else why_no_kernels(model, choice)
 
 
 def why_no_blocks(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why matrices are not multiplied as blocks, as a phrase; None: files' are, and int8 and int4."""
+    """Why a CPU does not multiply matrices as blocks, as a phrase; None: it does files', and int8 and int4."""
     if device.type != "cpu":
         return "that is for CPUs"
     if engine.activations == "bf16":
-        return "--activations bf16"
+        return IN_FLOATS
     if dtype not in (torch.bfloat16, torch.float32):
         return f"rows are {dtype}"
     if not has_needed_flags():

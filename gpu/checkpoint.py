@@ -13,11 +13,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from core.errors import BadCheckpoint
 from core.gguf import BLOCKS, GgufTensor, parse_gguf
 from core.gguf_model import hugging_face_tensors, is_decay, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
-from gpu.blocks import IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks
+from gpu.blocks import BLOCK_OUTPUTS, IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks, write_packed
 from gpu.parameters import Target
 from gpu.prequantized import (
     COMPRESSED,
@@ -358,19 +360,31 @@ class TensorSource:
         return tensor
 
     def blocks(self, name: str, target: Target) -> PackedBlocks:
-        """A GGUF file's quantised matrix, its rows in the target's order, packed."""
-        header = self.checkpoint.tensors[name]
-        stored: Tensor = self._reader(header.file).get_blocks(name)
-        if target.head_dim is not None or target.arrange is not None:
-            into = torch.empty_like(stored)
-            replace(target, into=into).fill(stored)
-            stored = into
+        """A GGUF file's quantised matrix, its rows in the target's order, packed for a CPU."""
         from gpu.cpu_kernels.block_matmul import pack_blocks  # compiles for seconds, once
 
-        packed = pack_blocks(header.format, stored)
-        del stored  # it may hold pages of the file
+        header = self.checkpoint.tensors[name]
+        packed = pack_blocks(header.format, self._rows_of_blocks(name, target))
         self._advance(header)
         return packed
+
+    def fill_blocks(self, name: str, target: Target, into: Tensor) -> None:
+        """The same, packed on a device. into: see PackedBlocks."""
+        header, rows = self.checkpoint.tensors[name], self._rows_of_blocks(name, target)
+        if missing := len(into) * BLOCK_OUTPUTS - len(rows):
+            rows = F.pad(rows, (0, 0, 0, missing))
+        self._fill(Target(into, write=partial(write_packed, header.format)), rows.view(len(into), -1))
+        del rows  # it may hold pages of the file
+        self._advance(header)
+
+    def _rows_of_blocks(self, name: str, target: Target) -> Tensor:
+        """Bytes [out, bytes of a row], in the target's order."""
+        stored: Tensor = self._reader(self.checkpoint.tensors[name].file).get_blocks(name)
+        if target.head_dim is None and target.arrange is None:
+            return stored
+        into = torch.empty_like(stored)
+        replace(target, into=into).fill(stored)
+        return into
 
     def unpacked(self, name: str) -> UnpackedWeight | Fp8Weight:
         """A prequantized matrix."""

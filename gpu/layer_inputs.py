@@ -28,9 +28,7 @@ class MakeInputs:
         embedding = weights.embedding
         self._operators, self._norm, self._config = operators, weights.norm, config
         self._embed: Embed = (
-            operators.blocks(embedding, None).rows
-            if isinstance(embedding, BlockWeight)
-            else operators.embedding(embedding)
+            operators.block_rows(embedding) if isinstance(embedding, BlockWeight) else operators.embedding(embedding)
         )
         self._project = operators.linear(weights.project, None)
         self._embed_scale = float(torch.tensor(config.size**0.5, dtype=weights.norm.dtype))

@@ -136,8 +136,9 @@ def load_planned(
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         is_prequantized = prequantized_scheme(config, engine.quantize, choice.device) is not None
-        has_blocks = shard is None and why_not_in_place(config, engine, choice.device, choice.dtype) is None
-        form = MatrixForm(convert, is_prequantized, has_blocks)
+        has_blocks = shard is None and why_not_in_place(config, engine, choice) is None
+        blocks_on = choice.device if has_blocks and choice.device.type != "cpu" else None
+        form = MatrixForm(convert, is_prequantized, has_blocks, blocks_on)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
         runner = ModelRunner(part, engine, memory, weights, operators)

@@ -307,8 +307,10 @@ def memory_needed(
 def _served_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint) -> int:
     """Weights as they are served, and what the head that predicts later tokens needs."""
     size_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
-    if why_not_in_place(model, engine, device.device, device.dtype) is None:
+    if why_not_in_place(model, engine, device) is None:
         size_bytes += blocks_added_bytes(model, device.dtype, device.device, checkpoint)
+        if device.device.type != "cpu" and checkpoint.path.is_file():
+            size_bytes += DEVICE_SLAB_BYTES  # of what torch multiplies by many rows
     return size_bytes + mtp_bytes(model, engine, device, checkpoint)
 
 

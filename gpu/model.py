@@ -358,8 +358,7 @@ def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
     """Embedding and head; a tied embedding is deleted where its rows are read from the head."""
     embedding, lm_head = weights.embedding, weights.lm_head
     if isinstance(embedding, BlockWeight):
-        blocks = operators.blocks(embedding, None)
-        return blocks.rows, blocks if lm_head is embedding else operators.linear(lm_head, None)
+        return operators.block_rows(embedding), operators.linear(lm_head, None)
     if lm_head is embedding:
         del weights.embedding, weights.lm_head
         return operators.tied(embedding)

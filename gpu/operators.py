@@ -80,10 +80,14 @@ class Operators:
         return SlabLinear(weight, bias) if blocks is None else self.blocks(blocks, bias)
 
     def blocks(self, weight: BlockWeight, bias: Tensor | None) -> "BlockMatmul":
-        """The same with a file's blocks, on any CPU; its rows can be read as well."""
+        """The same with blocks, on any CPU; its rows can be read as well."""
         from gpu.cpu_kernels.block_matmul import BlockMatmul  # compiles for seconds, once
 
         return BlockMatmul(weight, bias)
+
+    def block_rows(self, weight: BlockWeight) -> Embed:
+        """Rows of a matrix of a file's blocks, as an embedding takes them."""
+        return self.blocks(weight, None).rows
 
     def _blocks_of(self, weight: QuantizedWeight) -> BlockWeight | None:
         from gpu.cpu_kernels.block_matmul import pack_quantized

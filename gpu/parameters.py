@@ -4,7 +4,7 @@ One pass allocates a layer's parameters and says where each tensor of the checkp
 way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -36,6 +36,7 @@ INPUTS = "model.embed_tokens_per_layer.weight"
 # May be quantised; routers stay: their choices matter more than bytes.
 MIXER_MATRICES = ("qkv", "output", "taken", "given")  # of attention, and of a recurrence
 MLP_MATRICES = ("gate_up", "down", "shared_gate_up", "shared_down")  # the last two of experts alone
+META = torch.device("meta")  # of what has no memory
 Empty = Callable[[tuple[int, ...]], Tensor]
 
 
@@ -384,17 +385,18 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 
 def empty_ends(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_head_rows: int
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_head_rows: int, without: Collection[str] = ()
 ) -> tuple[ModelWeights, Targets]:
-    """Allocate all but the layers."""
+    """Allocate all but the layers. without: embedding and head by their names, where they get no memory."""
     empty = _empty(dtype, device)
-    embedding = empty((config.vocab_size, config.hidden_size))
+    of_embedding, of_head = (META if name in without else device for name in (EMBEDDING, HEAD))
+    embedding = _empty(dtype, of_embedding)((config.vocab_size, config.hidden_size))
     norm = empty((config.hidden_size,), dtype=_norm_dtype(config, dtype))
     targets = {EMBEDDING: Target(embedding)}
     targets[_own_name(config, "model.norm.weight")] = Target(norm, offset=_norm_offset(config))
     lm_head = embedding
     if not config.tie_embeddings:
-        lm_head = empty((num_head_rows, config.hidden_size))
+        lm_head = _empty(dtype, of_head)((num_head_rows, config.hidden_size))
         targets[HEAD] = Target(lm_head)
     score = None
     if config.num_scores:
@@ -420,6 +422,29 @@ def empty_layer(
     config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[LayerWeights, Targets]:
     return layer_of(config, index, _empty(dtype, device), _empty(_norm_dtype(config, dtype), device))
+
+
+def layer_without(
+    config: ModelConfig,
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    without: Callable[[Targets], Collection[str]],
+) -> tuple[LayerWeights, Targets]:
+    """empty_layer, where some matrices get no memory. without: their names (see matrices), of the layer's targets."""
+    norms, made = _norm_dtype(config, dtype), list[Tensor]()
+
+    def listed(shape: tuple[int, ...]) -> Tensor:
+        made.append(torch.empty(shape, dtype=dtype, device=META))
+        return made[-1]
+
+    layer, targets = layer_of(config, index, listed, _empty(norms, META))
+    names = without(targets)
+    left_out = [getattr(owner, name) for owner, name in matrices(layer) if name in names]
+    devices = iter([META if any(one is other for other in left_out) else device for one in made])
+    return layer_of(
+        config, index, lambda shape: torch.empty(shape, dtype=dtype, device=next(devices)), _empty(norms, device)
+    )
 
 
 def _empty(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:

@@ -96,12 +96,6 @@ DeviceWeight = Tensor | QuantizedWeight
 Weight = DeviceWeight | BlockWeight
 
 
-def for_device(weight: Weight) -> DeviceWeight:
-    """The weight, which must not be a file's blocks: those are for CPUs."""
-    assert not isinstance(weight, BlockWeight)
-    return weight
-
-
 def floats(weight: Weight) -> Tensor:
     """The weight, which must not be quantised."""
     assert isinstance(weight, Tensor)

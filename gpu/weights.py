@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.config import ModelConfig
-from gpu.blocks import FORMATS, BlockWeight
+from gpu.blocks import BLOCK_OUTPUTS, FORMATS, BlockWeight, PackedBlocks
 from gpu.checkpoint import BYTES, FLOATS, Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors
 from gpu.parallel.ranks import Shard
 from gpu.parameters import (
@@ -38,6 +38,7 @@ from gpu.parameters import (
     first_matrix,
     has_stacked_experts,
     layer_of,
+    layer_without,
     matrices,
 )
 from gpu.quant import FP8, QuantizedWeight, Weight, floats, pack_nibbles, prequantized_group
@@ -55,11 +56,14 @@ class MatrixForm:
         convert: quantises a matrix, as soon as its layer is full; None: matrices stay floats.
         serves_prequantized: keep what the checkpoint stores quantised where possible: see find_prequantized.
         serves_blocks: keep a GGUF file's blocks where possible: see names_in_blocks.
+        blocks_on: the GPU that packs blocks, parts of one format and matrices of a stack in one piece; None: packed for
+            a CPU.
     """
 
     convert: Callable[[Tensor], Weight] | None = None
     serves_prequantized: bool = False
     serves_blocks: bool = False
+    blocks_on: torch.device | None = None
 
 
 AS_THEY_ARE = MatrixForm()
@@ -132,7 +136,8 @@ def load_weights(
     extra_biases = _check(checkpoint, config)
     part = config if shard is None else shard.config
     head_rows = slice(0, config.vocab_size) if shard is None else shard.head_rows
-    weights, targets = empty_ends(part, dtype, device, head_rows.stop - head_rows.start)
+    without = [] if form.blocks_on is None else _ends_in_blocks(checkpoint)
+    weights, targets = empty_ends(part, dtype, device, head_rows.stop - head_rows.start, without)
     cut = None if shard is None else shard.cut
     with TensorSource(checkpoint, dtype, progress, fill, cut) as source:
         for name in extra_biases:
@@ -141,15 +146,20 @@ def load_weights(
                     f"{checkpoint.path}: {name} is not zero, and the architecture has no such parameter."
                 )
         if form.serves_blocks:
-            _load_blocks_of_ends(weights, targets, source, dtype)
+            _load_blocks_of_ends(weights, targets, source, dtype, form.blocks_on)
         source.fill(targets)
     if shard is not None and config.tie_embeddings:
         weights.lm_head = floats(weights.embedding)[head_rows]
 
+    def empty(index: int) -> tuple[LayerWeights, Targets]:
+        if form.blocks_on is None:
+            return empty_layer(part, index, dtype, device)
+        return layer_without(part, index, dtype, device, partial(names_in_blocks, checkpoint=checkpoint))
+
     def layers() -> Iterator[LayerWeights]:
         with source:
             for index in range(part.num_layers):
-                yield _load_layer(part, index, source, form, *empty_layer(part, index, dtype, device))
+                yield _load_layer(part, index, source, form, *empty(index))
             source.finish()
 
     weights.layers = layers()
@@ -202,15 +212,20 @@ def names_in_blocks(targets: Targets, checkpoint: Checkpoint) -> dict[str, list[
 
 def ends_in_blocks(targets: Targets, checkpoint: Checkpoint) -> list[str]:
     """Embeddings and head, those of them that are stored so."""
-    names = (EMBEDDING, HEAD, INPUTS)
-    return [name for name in names if name in targets and checkpoint.tensors[name].format in FORMATS]
+    return [name for name in _ends_in_blocks(checkpoint) if name in targets]
 
 
-def describe_blocks(checkpoint: Checkpoint, why_not: str | None) -> str:
+def _ends_in_blocks(checkpoint: Checkpoint) -> list[str]:
+    stored = checkpoint.tensors
+    return [name for name in (EMBEDDING, HEAD, INPUTS) if name in stored and stored[name].format in FORMATS]
+
+
+def describe_blocks(checkpoint: Checkpoint, why_not: str | None, activations: str) -> str:
     """A GGUF file's formats, the largest first, and what becomes of them.
 
     Args:
         why_not: blocks become floats, as a phrase; None: those of FORMATS stay.
+        activations: their format, as a phrase.
     """
     sizes = Counter[str]()
     for tensor in checkpoint.tensors.values():
@@ -220,17 +235,19 @@ def describe_blocks(checkpoint: Checkpoint, why_not: str | None) -> str:
     for name, size in sizes.most_common():
         if name not in FLOATS:
             (kept if name in FORMATS and why_not is None else others).append(f"{name} {size / total:.0%}")
-    said = [f"{', '.join(kept)} as stored, multiplied by activations in 8 bits"] if kept else []
+    said = [f"{', '.join(kept)} as stored, multiplied by activations {activations}"] if kept else []
     if others:
         said.append(f"{', '.join(others)} dequantized while loading" + (f": {why_not}" if why_not else ""))
     return "; ".join(said) or "floats"
 
 
-def _load_blocks_of_ends(weights: ModelWeights, targets: Targets, source: TensorSource, dtype: torch.dtype) -> None:
-    """Load what is stored in blocks, and take it from the targets."""
+def _load_blocks_of_ends(
+    weights: ModelWeights, targets: Targets, source: TensorSource, dtype: torch.dtype, device: torch.device | None
+) -> None:
+    """Load what is stored in blocks, and take it from the targets. device: see MatrixForm.blocks_on."""
     is_tied = weights.lm_head is weights.embedding
     for name in ends_in_blocks(targets, source.checkpoint):
-        found = BlockWeight(dtype, (source.blocks(name, targets.pop(name)),))
+        found = BlockWeight(dtype, _load_parts([name], None, targets, source, device))
         if name == INPUTS and weights.inputs is not None:
             weights.inputs.embedding = found
         if name == EMBEDDING:
@@ -239,15 +256,59 @@ def _load_blocks_of_ends(weights: ModelWeights, targets: Targets, source: Tensor
             weights.lm_head = found
 
 
-def _load_blocks(layer: LayerWeights, targets: Targets, source: TensorSource, dtype: torch.dtype) -> None:
+def _load_parts(
+    names: list[str], num_stacked: int | None, targets: Targets, source: TensorSource, device: torch.device | None
+) -> tuple[PackedBlocks, ...]:
+    """A matrix, or a stack, of these tensors, which are taken from the targets. device: see MatrixForm.blocks_on."""
+    if device is None:
+        return tuple(source.blocks(name, targets.pop(name)) for name in names)
+    headers = [source.checkpoint.tensors[name] for name in names]
+    kinds, per_matrix = [(header.format, header.shape[0]) for header in headers], len(names) // (num_stacked or 1)
+    pieces = _joined(kinds[:per_matrix])
+    if kinds != kinds[:per_matrix] * (num_stacked or 1):  # its matrices differ: none are stacked
+        pieces, per_matrix, num_stacked = [[place] for place in range(len(names))], len(names), None
+    parts = list[PackedBlocks]()
+    for places in pieces:
+        (name, _), sizes = kinds[places[0]], [kinds[place][1] for place in places]
+        found, num_chunks = FORMATS[name], [-(-size // BLOCK_OUTPUTS) for size in sizes]
+        shape = sum(num_chunks), headers[places[0]].shape[-1] // found.elements, BLOCK_OUTPUTS * found.size_bytes
+        packed = torch.empty((num_stacked or 1, *shape), dtype=torch.uint8, device=device)
+        for matrix, rows in enumerate(packed):
+            for place, into in zip(places, rows.split(num_chunks), strict=True):
+                tensor = names[matrix * per_matrix + place]
+                source.fill_blocks(tensor, targets.pop(tensor), into)
+        parts.append(PackedBlocks(name, packed if num_stacked else packed[0], sum(sizes)))
+    return tuple(parts)
+
+
+def _joined(kinds: list[tuple[str, int]]) -> list[list[int]]:
+    """Which of a matrix's tensors lie in one piece, by place: of one format, 64 outputs at a time but for the last.
+
+    Args:
+        kinds: (format, outputs).
+    """
+    found = list[list[int]]()
+    for place, (name, _) in enumerate(kinds):
+        before = kinds[place - 1]
+        if place and before[0] == name and before[1] % BLOCK_OUTPUTS == 0:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
+
+
+def _load_blocks(
+    layer: LayerWeights, targets: Targets, source: TensorSource, dtype: torch.dtype, device: torch.device | None
+) -> None:
     """Load a layer's matrices that are stored in blocks, and take them from the targets."""
     found = names_in_blocks(targets, source.checkpoint)
     for owner, matrix in matrices(layer):
         if matrix in found:
             shape = floats(getattr(owner, matrix)).shape
             setattr(owner, matrix, torch.empty(0))  # nothing was written to it: it has taken no memory
-            parts = tuple(source.blocks(name, targets.pop(name)) for name in found[matrix])
-            setattr(owner, matrix, BlockWeight(dtype, parts, shape[0] if len(shape) > 2 else None))
+            num_stacked = shape[0] if len(shape) > 2 else None
+            parts = _load_parts(found[matrix], num_stacked, targets, source, device)
+            setattr(owner, matrix, BlockWeight(dtype, parts, num_stacked))
 
 
 def _load_layer(
@@ -255,7 +316,7 @@ def _load_layer(
 ) -> LayerWeights:
     kept = find_prequantized(config, layer, targets, source.checkpoint) if form.serves_prequantized else {}
     if form.serves_blocks:
-        _load_blocks(layer, targets, source, first_matrix(layer).dtype)
+        _load_blocks(layer, targets, source, first_matrix(layer).dtype, form.blocks_on)
     source.fill({name: target for name, target in targets.items() if target.matrix not in kept})
     if kept:
         targets.clear()  # the floats that they hold go, before the quantised matrices come

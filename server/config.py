@@ -320,7 +320,8 @@ class ServerConfig:
         _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
         "how a CPU multiplies quantized weights (GGUF, int8, int4): int8 quantizes activations to 8 bits and multiplies"
         " the weights as stored; bf16 dequantizes the weights, a GGUF file's while they load, others at every step;"
-        " auto is int8 where the CPU has the instructions",
+        " auto is int8 where the CPU has the instructions. A GPU never quantizes activations: there only a GGUF file"
+        " differs, whose weights stay as stored with auto and int8, and are dequantized while they load with bf16",
     )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: chosen from the free memory)"

@@ -575,8 +575,8 @@ def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
     from gpu.checkpoint import open_checkpoint
     from gpu.weights import describe_blocks
 
-    why_not = why_not_in_place(model, plan.engine, plan.device.device, plan.device.dtype)
-    return describe_blocks(open_checkpoint(file), why_not)
+    rows = "in 8 bits" if plan.device.device.type == "cpu" else f"as {plan.device.dtype_name}"
+    return describe_blocks(open_checkpoint(file), why_not_in_place(model, plan.engine, plan.device), rows)
 
 
 def _shown_tools(files: ModelFiles, tool_format: str) -> str:
@@ -621,11 +621,13 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
 def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterator[Fact]:
     """How well the model predicts the test text: unquantized, with --kv-dtype, with --quantize's scheme or with each.
 
-    A GGUF file's numbers are the reference, multiplied in the serving format; then its blocks are, by rows in 8 bits.
+    A GGUF file's numbers are the reference, multiplied in the serving format; on a CPU its blocks are then, by rows in
+    8 bits.
 
     Raises:
         StartupError: the model is missing or not supported, or it does not fit.
     """
+    from gpu.cpu_kernels.support import choose_for
     from gpu.loading import load_runner
     from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
 
@@ -641,7 +643,8 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     yield Fact("test text", f"{len(tokens):,} tokens of prose, speech and code")
     plain: Predictions | None = None
     schemes = (config.quantize,) if config.quantize is not None else QUANTIZE_SCHEMES
-    in_8_bits: tuple[str, ...] = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()
+    is_on_cpu = choose_for(model, engine).device.type == "cpu"
+    in_8_bits: tuple[str, ...] = (ROWS_IN_8_BITS,) if is_gguf(files.path) and is_on_cpu else ()
     in_8_bits += () if config.kv_dtype == "auto" else (KV_IN_8_BITS,)
     for scheme in (None, *in_8_bits, *schemes):
         report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_565, 36),
+    "server": (14_570, 36),
     "server/api": (6230, 19),
     "server/batches": (945, 3),
     "server/commands": (2315, 13),
@@ -27,13 +27,13 @@ BUDGETS = {
     "server/upstream": (1675, 6),
     "server/wire": (4855, 15),
     "core": (18_755, 46),
-    "gpu": (12_785, 37),
+    "gpu": (12_920, 37),
     "gpu/cpu_kernels": (5365, 14),
-    "gpu/kernels": (2910, 7),
+    "gpu/kernels": (3400, 8),
     "gpu/parallel": (770, 5),
-    "bench": (10_220, 38),
+    "bench": (10_490, 39),
 }
-TEST_LINES = 73_530
+TEST_LINES = 73_865
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

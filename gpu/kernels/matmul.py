@@ -1,8 +1,9 @@
 """Matmuls with a layer's matrices on a CUDA device, plain and quantised, one or one per expert. Thread: engine.
 
-A weight is [out, in] as it lies in memory; rows come in tiles of BLOCK_M, outputs of BLOCK_N, and inputs are added
-BLOCK_K at a time, in order, in float32. A matmul may be cut along its inputs into parts, which another kernel adds up
-in order: nothing is added atomically.
+A weight is [out, in] as it lies in memory, or a file's blocks, of which a tile is decoded to the rows' format: what is
+added, in which order, is the same as of the matrix dequantised. Rows come in tiles of BLOCK_M, outputs of BLOCK_N, and
+inputs are added BLOCK_K at a time, in order, in float32. A matmul may be cut along its inputs into parts, which another
+kernel adds up in order: nothing is added atomically.
 
 A row's sums depend on the matrix's shape and on the tile alone, and there are two tiles: of SMALL_ROWS, and a larger
 one for more. So all steps of up to SMALL_ROWS round a row alike, and all larger ones do; the two may differ, because
@@ -24,12 +25,17 @@ import triton.language as tl
 from torch import Tensor
 
 from core.config import ExpertsConfig
+from gpu.blocks import BLOCK_OUTPUTS, BlockWeight
+from gpu.kernels.block_formats import LAYOUTS, BlockLayout, decoded, read_range, read_rows, whole_tile
 from gpu.kernels.sizes import (
     COLUMN_WARPS,
     COLUMNS,
+    FIXED_BLOCK_TILE,
     FIXED_TILES,
+    LARGE_BLOCK_TILE,
     LARGE_GROUPED_TILE,
     LARGE_TILES,
+    SMALL_BLOCK_TILE,
     SMALL_ROWS,
     SMALL_TILES,
     SPLIT_ROWS,
@@ -42,14 +48,16 @@ from gpu.kernels.sizes import (
 from gpu.layers import Gated, shares_of
 from gpu.linear import Linear
 from gpu.parameters import ExpertWeights
-from gpu.quant import FP8, LEAST_GROUP, DeviceWeight, for_device
+from gpu.quant import DEVICE_SLAB_BYTES, FP8, LEAST_GROUP, DeviceWeight, Weight
 
 # How weights are stored: in the rows' format; in 8 bits, integers or floats, with a scale per output; in 4 bits, with a
-# scale and a zero per group of inputs (gpu/quant.py); in 8 bits with a scale per group of inputs.
-PLAIN, SCALED, INT4, GROUPED = range(4)
-_SCALED, _INT4, _GROUPED = tl.constexpr(SCALED), tl.constexpr(INT4), tl.constexpr(GROUPED)
+# scale and a zero per group of inputs (gpu/quant.py); in 8 bits with a scale per group of inputs; in a file's blocks.
+PLAIN, SCALED, INT4, GROUPED, BLOCKS = range(5)
+_SCALED, _INT4, _GROUPED, _BLOCKS = (tl.constexpr(form) for form in (SCALED, INT4, GROUPED, BLOCKS))
 MIDDLE_INT4 = tl.constexpr(8)
 ROW_GROUP = tl.constexpr(8)  # tiles of rows whose programs run side by side: they share the weights they read
+OUTPUTS = tl.constexpr(BLOCK_OUTPUTS)
+HALF_BITS = 16
 PRECISION = "ieee"  # of float32: not rounded to fewer bits first
 
 
@@ -57,11 +65,13 @@ class StoredMatrices(NamedTuple):
     """One or more matrices, one after the other in memory, and how they are stored and multiplied.
 
     Args:
-        weights: [outputs of all, num_in], or as FORM says; rows row_stride apart, in what they are stored as.
+        weights: [outputs of all, num_in], or as FORM says; rows row_stride apart, in what they are stored as. Of
+            blocks: words, of 64 outputs in a row.
         scales, zeros: of an output, or of each of its groups; read where FORM has any.
         bias: [outputs of all]; read where HAS_BIAS.
         GROUP: inputs that share a scale: INT4, GROUPED.
         IS_WHOLE: num_in is a multiple of BLOCK_K.
+        LAYOUT: of blocks.
     """
 
     weights: Any
@@ -75,6 +85,7 @@ class StoredMatrices(NamedTuple):
     HAS_BIAS: Any
     GROUP: Any
     IS_WHOLE: Any
+    LAYOUT: Any
     PRECISION: Any
 
 
@@ -152,17 +163,37 @@ def _grouped_part(
 
 
 @triton.jit
+def _blocks_part(
+    x, rows, is_row, matrices, matrix, outputs, first, end,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As _plain_part. outputs: [BLOCK_N], of this matrix, which has blocks of 64 outputs."""
+    num_chunks = tl.cdiv(matrices.num_out, OUTPUTS)
+    chunks = tl.minimum(outputs // OUTPUTS, num_chunks - 1).to(tl.int64) + matrix * num_chunks
+    packed = chunks * OUTPUTS + outputs % OUTPUTS
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(first, end, BLOCK_K):
+        inputs = start + tl.arange(0, BLOCK_K)
+        left = tl.load(x + rows[:, None] + inputs[None, :], mask=is_row[:, None], other=0.0)
+        right = decoded(matrices.weights, matrices.row_stride, matrices.LAYOUT, packed, start, left.dtype, BLOCK_K)
+        total = tl.dot(left, right, total, input_precision=matrices.PRECISION)
+    return total
+
+
+@triton.jit
 def _multiply_tile(
-    x, rows, is_row, matrices, first_output, outputs, first, end,
+    x, rows, is_row, matrices, matrix, outputs, first, end,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As _plain_part, of any form, with its scales.
 
     Args:
-        first_output: of the matrix, among those of all.
-        outputs: [BLOCK_N], of the matrix; those beyond its end read the first.
+        matrix: which of them.
+        outputs: [BLOCK_N], of the matrix; those beyond its end read the first, or others of its blocks.
     """
-    places = first_output + tl.where(outputs < matrices.num_out, outputs, 0).to(tl.int64)
+    if matrices.FORM == _BLOCKS:
+        return _blocks_part(x, rows, is_row, matrices, matrix, outputs, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
+    places = matrix * matrices.num_out + tl.where(outputs < matrices.num_out, outputs, 0).to(tl.int64)
     if matrices.FORM == _INT4:
         total = _int4_part(x, rows, is_row, matrices, places, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
     elif matrices.FORM == _GROUPED:
@@ -175,19 +206,19 @@ def _multiply_tile(
 
 
 @triton.jit
-def _store_tile(total, out, rows, is_row, matrices, first_output, outputs, HAS_BIAS: tl.constexpr):
-    """Store to out's rows, num_out apart; a part of a matmul has no bias."""
+def _store_tile(total, out, out_stride, rows, is_row, matrices, matrix, outputs, HAS_BIAS: tl.constexpr):
+    """Store to out's rows, out_stride apart; a part of a matmul has no bias."""
     is_output = outputs < matrices.num_out
     if HAS_BIAS:
-        bias = tl.load(matrices.bias + first_output + outputs, mask=is_output, other=0.0)
+        bias = tl.load(matrices.bias + matrix * matrices.num_out + outputs, mask=is_output, other=0.0)
         total += bias.to(tl.float32)[None, :]
-    places = rows[:, None] * matrices.num_out + outputs[None, :]
+    places = rows[:, None] * out_stride + outputs[None, :]
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 @triton.jit
 def _multiply_split(
-    x, x_stride, matrices, out, num_rows, split_inputs,
+    x, x_stride, matrices, out, out_stride, num_rows, split_inputs,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program of multiply."""
@@ -208,7 +239,8 @@ def _multiply_split(
     total = _multiply_tile(
         x, rows * x_stride, is_row, matrices, 0, outputs, first, end, BLOCK_M, BLOCK_N, BLOCK_K
     )  # fmt: skip
-    _store_tile(total, out, split * num_rows + rows, is_row, matrices, 0, outputs, matrices.HAS_BIAS and SPLITS == 1)
+    has_bias: tl.constexpr = matrices.HAS_BIAS and SPLITS == 1
+    _store_tile(total, out, out_stride, split * num_rows + rows, is_row, matrices, 0, outputs, has_bias)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -218,18 +250,20 @@ def multiply(
     scales,
     zeros,
     bias,
-    out,  # [rows, out]; SPLITS > 1: float32 [SPLITS, rows, out], without the bias
+    out,  # [rows, out], rows out_stride apart; SPLITS > 1: float32 [SPLITS, rows, out], without the bias
     num_rows,
     num_out,
     num_in,
     row_stride,
     x_stride,
+    out_stride,
     split_inputs,  # of a part: a multiple of BLOCK_K
     FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -239,9 +273,10 @@ def multiply(
     _multiply_split(
         x, x_stride,
         StoredMatrices(
-            weights, scales, zeros, bias, num_out, num_in, row_stride, FORM, HAS_BIAS, GROUP, IS_WHOLE, PRECISION
+            weights, scales, zeros, bias, num_out, num_in, row_stride,
+            FORM, HAS_BIAS, GROUP, IS_WHOLE, LAYOUT, PRECISION,
         ),
-        out, num_rows, split_inputs, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+        out, out_stride, num_rows, split_inputs, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -249,9 +284,10 @@ def multiply(
 def add_splits(
     parts,  # float32 [SPLITS, rows, out]
     bias,
-    out,  # [rows, out]
+    out,  # [rows, out], rows out_stride apart
     num_rows,
     num_out,
+    out_stride,
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -265,12 +301,12 @@ def add_splits(
         total += tl.load(parts + (split * num_rows + row) * num_out + outputs, mask=is_output, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
-    tl.store(out + row * num_out + outputs, total.to(out.dtype.element_ty), mask=is_output)
+    tl.store(out + row * out_stride + outputs, total.to(out.dtype.element_ty), mask=is_output)
 
 
 @triton.jit
 def _multiply_pairs(
-    x, matrices, out, pairs, ends, num_experts,
+    x, matrices, out, out_stride, pairs, ends, num_experts,
     SHARE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program of multiply_by_expert."""
@@ -289,12 +325,11 @@ def _multiply_pairs(
         is_row = places < end
         pair = tl.load(pairs + places, mask=is_row, other=0)
         outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        first_output = expert * matrices.num_out
         total = _multiply_tile(
-            x, pair // SHARE * matrices.num_in, is_row, matrices, first_output, outputs, 0, matrices.num_in,
+            x, pair // SHARE * matrices.num_in, is_row, matrices, expert, outputs, 0, matrices.num_in,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        _store_tile(total, out, pair, is_row, matrices, first_output, outputs, matrices.HAS_BIAS)
+        _store_tile(total, out, out_stride, pair, is_row, matrices, expert, outputs, matrices.HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -304,18 +339,20 @@ def multiply_by_expert(
     scales,
     zeros,
     bias,
-    out,  # [pairs, out]
+    out,  # [pairs, out], rows out_stride apart
     pairs,  # int64 [pairs]: by expert
     ends,  # int64 [experts]: where each expert's end among them
     num_out,
     num_in,
     row_stride,
+    out_stride,
     num_experts,
     SHARE: tl.constexpr,  # consecutive pairs that have the same row of x
     FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr,  # >= num_experts
     BLOCK_M: tl.constexpr,
@@ -330,9 +367,10 @@ def multiply_by_expert(
     _multiply_pairs(
         x,
         StoredMatrices(
-            weights, scales, zeros, bias, num_out, num_in, row_stride, FORM, HAS_BIAS, GROUP, IS_WHOLE, PRECISION
+            weights, scales, zeros, bias, num_out, num_in, row_stride,
+            FORM, HAS_BIAS, GROUP, IS_WHOLE, LAYOUT, PRECISION,
         ),
-        out, pairs, ends, num_experts, SHARE, BLOCK_E, BLOCK_M, BLOCK_N, BLOCK_K,
+        out, out_stride, pairs, ends, num_experts, SHARE, BLOCK_E, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -361,12 +399,14 @@ class Matrix:
     """A weight, or a stack of them, as the kernels read it.
 
     Args:
-        form: PLAIN, SCALED, INT4 or GROUPED.
+        form: PLAIN, SCALED, INT4, GROUPED or BLOCKS.
         values: [..., out, in], or as the form says; scales and zeros are values where the form has none.
-        num_bits: of a weight.
+        num_bits: of a weight; of blocks those of the rows' format.
         group: inputs that share a scale.
         bias: [..., out], or None.
         is_fixed: one tile serves any number of rows.
+        layout: of blocks.
+        only_tile: for any number of rows, to be measured; None: those of sizes.py.
     """
 
     form: int
@@ -379,6 +419,8 @@ class Matrix:
     group: int
     bias: Tensor | None = None
     is_fixed: bool = False
+    layout: BlockLayout | None = None
+    only_tile: MatmulTile | None = None
 
     @property
     def has_groups(self) -> bool:
@@ -387,7 +429,12 @@ class Matrix:
     def tile(self, num_rows: int) -> MatmulTile:
         """For so many rows of a step."""
         tiles = FIXED_TILES if self.is_fixed else SMALL_TILES if num_rows <= SMALL_ROWS else LARGE_TILES
-        found = tiles[self.num_bits]
+        found = self.only_tile or tiles[self.num_bits]
+        if self.form == BLOCKS:
+            if self.num_bits == HALF_BITS and self.only_tile is None:
+                few_or_many = SMALL_BLOCK_TILE if tiles is SMALL_TILES else LARGE_BLOCK_TILE
+                found = FIXED_BLOCK_TILE if tiles is FIXED_TILES else few_or_many
+            return replace(found, inputs=whole_tile(self.num_in, found.inputs))
         if not self.has_groups:
             return found
         if self.form == GROUPED and tiles is LARGE_TILES:
@@ -399,18 +446,20 @@ class Matrix:
 
     def launch(self, tile: MatmulTile) -> dict[str, Any]:
         """What multiply and multiply_by_expert both take."""
-        return {
+        more = {} if self.layout is None else {"enable_fp_fusion": False}  # decoded as gpu/checkpoint.py rounds
+        return more | {
             "weights": self.values,
             "scales": self.scales,
             "zeros": self.zeros,
             "bias": self.values if self.bias is None else self.bias,  # an address even where it is not read
             "num_out": self.num_out,
             "num_in": self.num_in,
-            "row_stride": self.values.stride(-2),
+            "row_stride": self.values.stride(-2 if self.layout is None else -3),
             "FORM": self.form,
             "HAS_BIAS": self.bias is not None,
             "GROUP": self.group if self.has_groups else 1,
             "IS_WHOLE": self.num_in % tile.inputs == 0,
+            "LAYOUT": self.layout,
             "PRECISION": PRECISION,
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.outputs,
@@ -420,8 +469,11 @@ class Matrix:
         }
 
 
-def can_multiply(weight: DeviceWeight) -> bool:
+def can_multiply(weight: Weight) -> bool:
     """Whether the kernels know how it is stored, on its device."""
+    if isinstance(weight, BlockWeight):
+        is_stack = weight.parts[0].packed.dim() > 3
+        return is_stack == (weight.num_stacked is not None) and all(part.format in LAYOUTS for part in weight.parts)
     if isinstance(weight, Tensor):
         return weight.is_contiguous()
     if weight.values.dtype == FP8 and not knows_fp8(weight.values.device):
@@ -431,8 +483,10 @@ def can_multiply(weight: DeviceWeight) -> bool:
     return all(part.is_contiguous() for part in parts) and (are_outputs_scaled or weight.group_size % LEAST_GROUP == 0)
 
 
-def stored_as(weight: DeviceWeight) -> tuple[str, int]:
+def stored_as(weight: Weight) -> tuple[str, int]:
     """(the name of its format, its bytes)."""
+    if isinstance(weight, BlockWeight):
+        return " + ".join(part.format for part in weight.parts), sum(part.packed.nbytes for part in weight.parts)
     if isinstance(weight, Tensor):
         return str(weight.dtype).removeprefix("torch."), weight.nbytes
     if weight.zeros is not None:
@@ -454,36 +508,59 @@ def as_matrix(weight: DeviceWeight, bias: Tensor | None, is_fixed: bool = False)
     return Matrix(form, values, scales, scales, num_out, num_in, 8, weight.group_size, bias, is_fixed)
 
 
+def as_matrices(weight: Weight, bias: Tensor | None, is_fixed: bool = False) -> list[Matrix]:
+    """Of a weight, or a stack, that it can_multiply: the matrices that its outputs come from, one after the other."""
+    if not isinstance(weight, BlockWeight):
+        return [as_matrix(weight, bias, is_fixed)]
+    biases: list[Tensor | None] = [None] * len(weight.parts)
+    if bias is not None:
+        biases = [part.contiguous() for part in bias.split([part.num_out for part in weight.parts], -1)]
+    found, num_bits = list[Matrix](), 8 * weight.dtype.itemsize
+    for part, own in zip(weight.parts, biases, strict=True):
+        words, layout = part.packed.view(torch.int32), LAYOUTS[part.format]
+        sizes = part.num_out, part.num_in, num_bits, layout.GROUP
+        found.append(Matrix(BLOCKS, words, words, words, *sizes, own, is_fixed, layout))
+    return found
+
+
 class Matmul:
     """
     Args:
         weight: [out, in], one that it can_multiply.
         bias: [out], or None.
-        is_fixed: see Matrix.
+        is_fixed, only_tile: see Matrix.
     """
 
-    def __init__(self, weight: DeviceWeight, bias: Tensor | None, is_fixed: bool = False) -> None:
-        self._matrix = as_matrix(weight, bias, is_fixed)
+    def __init__(
+        self, weight: Weight, bias: Tensor | None, is_fixed: bool = False, only_tile: MatmulTile | None = None
+    ) -> None:
+        found = as_matrices(weight, bias, is_fixed)
+        self._matrices = [replace(matrix, only_tile=only_tile) for matrix in found] if only_tile else found
+        self._sizes = [matrix.num_out for matrix in self._matrices]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
-        matrix, num_rows = self._matrix, x.shape[0]
-        out = x.new_empty((num_rows, matrix.num_out))
-        if not num_rows:
+        out = x.new_empty((x.shape[0], sum(self._sizes)))
+        if not len(out):
             return out
         if x.stride(1) != 1:
             x = x.contiguous()
+        for matrix, columns in zip(self._matrices, out.split(self._sizes, 1), strict=True):
+            self._multiply_by(matrix, x, columns)
+        return out
+
+    def _multiply_by(self, matrix: Matrix, x: Tensor, out: Tensor) -> None:
+        """Write to out, [rows, out]."""
+        num_rows = x.shape[0]
         tile = matrix.tile(num_rows)
         is_cut = matrix.is_fixed or num_rows <= SMALL_ROWS
         splits = splits_for(matrix.num_out, matrix.num_in, tile) if is_cut else 1
         step = num_rows if splits == 1 else SPLIT_ROWS
         for rows, results in zip(x.split(step), out.split(step), strict=True):
-            self._multiply(rows, results, tile, splits)
-        return out
+            self._multiply(matrix, rows, results, tile, splits)
 
-    def _multiply(self, x: Tensor, out: Tensor, tile: MatmulTile, splits: int) -> None:
-        """Write to out, [rows, out]."""
-        matrix, num_rows = self._matrix, x.shape[0]
+    def _multiply(self, matrix: Matrix, x: Tensor, out: Tensor, tile: MatmulTile, splits: int) -> None:
+        num_rows = x.shape[0]
         parts = out if splits == 1 else out.new_empty((splits, *out.shape), dtype=torch.float32)
         num_tiles = -(-num_rows // tile.rows) * -(-matrix.num_out // tile.outputs)
         multiply[(num_tiles, splits)](
@@ -491,6 +568,7 @@ class Matmul:
             out=parts,
             num_rows=num_rows,
             x_stride=x.stride(0),
+            out_stride=parts.stride(-2),
             split_inputs=split_inputs(matrix.num_in, splits, tile),
             SPLITS=splits,
             **matrix.launch(tile),
@@ -502,6 +580,7 @@ class Matmul:
                 out,
                 num_rows,
                 matrix.num_out,
+                out.stride(0),
                 HAS_BIAS=matrix.bias is not None,
                 SPLITS=splits,
                 BLOCK=COLUMNS,
@@ -509,9 +588,46 @@ class Matmul:
             )
 
 
+class DecodedMatmul:
+    """A matmul with blocks by torch: a slab of them is decoded to the rows' format at a time.
+
+    Args:
+        weight: one that it can_multiply.
+        bias: [out], or None.
+    """
+
+    def __init__(self, weight: BlockWeight, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        slab = DEVICE_SLAB_BYTES // (weight.shape[1] * weight.dtype.itemsize)
+        self._step = max(BLOCK_OUTPUTS, slab // BLOCK_OUTPUTS * BLOCK_OUTPUTS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        num_out, num_in = self._weight.shape
+        out, place = x.new_empty((x.shape[0], num_out)), 0
+        for part in self._weight.parts:
+            for first in range(0, part.num_out, self._step):
+                some = min(self._step, part.num_out - first)
+                slab = read_range(part, first, x.new_empty((some, num_in)))
+                torch.mm(x, slab.T, out=out[:, place : place + some])
+                place += some
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class BlockRows:
+    """Rows of a matrix of blocks, of one part, as an embedding takes them."""
+
+    def __init__(self, weight: BlockWeight) -> None:
+        (self._part,), self._dtype = weight.parts, weight.dtype
+
+    def __call__(self, indexes: Tensor) -> Tensor:
+        """indexes: [n]; returns [n, in]."""
+        return read_rows(self._part, indexes, self._dtype)
+
+
 def can_group(weights: ExpertWeights) -> bool:
     """Whether the kernels know how the experts are stored."""
-    return can_multiply(for_device(weights.gate_up)) and can_multiply(for_device(weights.down))
+    return can_multiply(weights.gate_up) and can_multiply(weights.down)
 
 
 class GroupedExperts:
@@ -529,8 +645,8 @@ class GroupedExperts:
         self._config = config
         self._router, self._choice_bias = router, weights.choice_bias
         self._gated = gated
-        self._gate_up = as_matrix(for_device(weights.gate_up), weights.gate_up_bias, is_fixed)
-        self._down = as_matrix(for_device(weights.down), weights.down_bias, is_fixed)
+        self._gate_up = as_matrices(weights.gate_up, weights.gate_up_bias, is_fixed)
+        self._down = as_matrices(weights.down, weights.down_bias, is_fixed)
         self._experts = torch.arange(config.num_experts, device=weights.router.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -549,28 +665,35 @@ class GroupedExperts:
         )
         return out
 
-    def _multiply(self, x: Tensor, matrix: Matrix, pairs: Tensor, ends: Tensor, share: int) -> Tensor:
+    def _multiply(self, x: Tensor, matrices: list[Matrix], pairs: Tensor, ends: Tensor, share: int) -> Tensor:
         """[pairs, out], in the order of (token, choice).
 
         Args:
             x: [pairs / share, in].
             pairs, ends: see multiply_by_expert.
         """
+        sizes = [matrix.num_out for matrix in matrices]
+        out = x.new_empty((len(pairs), sum(sizes)))
+        for matrix, columns in zip(matrices, out.split(sizes, 1), strict=True):
+            self._multiply_by(matrix, x, columns, pairs, ends, share)
+        return out
+
+    def _multiply_by(self, matrix: Matrix, x: Tensor, out: Tensor, pairs: Tensor, ends: Tensor, share: int) -> None:
+        """Write to out, [pairs, out]."""
         num_experts, num_pairs = self._config.num_experts, len(pairs)
         # The number of tokens chooses the tile, as for a single matrix: experts share their rows alike in any company.
         tile = matrix.tile(SMALL_ROWS if num_pairs <= SMALL_ROWS * self._config.num_active else SMALL_ROWS + 1)
-        out = x.new_empty((num_pairs, matrix.num_out))
         multiply_by_expert[(-(-matrix.num_out // tile.outputs), most_tiles(num_pairs, num_experts, tile.rows))](
             x=x,
             out=out,
             pairs=pairs,
             ends=ends,
+            out_stride=out.stride(0),
             num_experts=num_experts,
             SHARE=share,
             BLOCK_E=next_power_of_two(num_experts),
             **matrix.launch(tile),
         )
-        return out
 
 
 def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:

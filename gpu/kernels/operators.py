@@ -16,7 +16,8 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
-from gpu.kernels.matmul import GroupedExperts, Matmul, can_group, can_multiply, stored_as
+from gpu.blocks import BlockWeight
+from gpu.kernels.matmul import BlockRows, DecodedMatmul, GroupedExperts, Matmul, can_group, can_multiply, stored_as
 from gpu.kernels.rows import DeviceRows, embed_rows
 from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, HEAD_WARPS, heads_at_once, next_power_of_two, row_warps
 from gpu.kv_cache import LayerKV
@@ -24,7 +25,7 @@ from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.linear import Embed, Linear, MatmulChoices, make_linear
 from gpu.operators import HeadNorms, Operators, not_deterministic
 from gpu.parameters import ExpertWeights
-from gpu.quant import DeviceWeight, QuantizedWeight, SlabLinear, Weight, floats
+from gpu.quant import QuantizedWeight, SlabLinear, Weight, floats
 
 SILU = tl.constexpr(0)
 GELU_TANH = tl.constexpr(1)
@@ -194,6 +195,8 @@ class TritonOperators(Operators):
         self.matmuls: MatmulChoices = MatmulChoices()
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, BlockWeight):
+            return self._chosen(weight, bias, DecodedMatmul(weight, bias))
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
         weight = floats(weight)
@@ -202,10 +205,13 @@ class TritonOperators(Operators):
     def small(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return self.linear(weight, bias) if self.is_deterministic else super().small(weight, bias)
 
+    def block_rows(self, weight: BlockWeight) -> Embed:
+        return BlockRows(weight)
+
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         return self._chosen(weight, bias, SlabLinear(weight, bias))
 
-    def _chosen(self, weight: DeviceWeight, bias: Tensor | None, by_torch: Linear) -> Linear:
+    def _chosen(self, weight: Weight, bias: Tensor | None, by_torch: Linear) -> Linear:
         """By the kernel or by torch, as gpu/tune.py measures.
 
         Raises:

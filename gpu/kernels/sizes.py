@@ -69,6 +69,14 @@ FIXED_TILES = {
     8: MatmulTile(64, 128, 64, 4, 3),
     4: MatmulTile(64, 64, 64, 8, 3),
 }
+# A file's blocks, by rows of halves: for few rows, for many, and for any number with --deterministic. 64 outputs lie
+# together, and 256 inputs at most. Decoding takes registers and integer instructions, for each tile of rows anew: a
+# small tile, compiled for an H100, 80 to 168 registers a thread and 7 (Q8_0) to 12 (Q4_K) instructions a weight, of
+# IQ4 20. Not measured on a device yet: bench/gpu_blocks.py has others.
+SMALL_BLOCK_TILE = MatmulTile(SMALL_ROWS, 64, 128, 4, 3)
+LARGE_BLOCK_TILE = MatmulTile(128, 64, 128, 8, 2)
+FIXED_BLOCK_TILE = MatmulTile(64, 64, 128, 4, 3)
+DECODED_OUTPUTS, DECODED_INPUTS, DECODE_WARPS = 64, 64, 4  # by one program of decode_rows
 SPLIT_ROWS = 256  # whose parts are added at a time: they take float32 numbers beside the result
 # 8 bits with scales of groups: a group's sums take registers beside the total's, which a wider tile does not have.
 LARGE_GROUPED_TILE = MatmulTile(128, 64, 64, 8, 3)

@@ -35,7 +35,7 @@ class Case:
     Args:
         kernel: "module:name".
         arguments: name -> "*bf16", "i32" and so on, in any order; the addresses are multiples of 16 bytes.
-        constants: name -> value.
+        constants: name -> value; of LAYOUT the format's name.
         multiples_of_16: integers that are.
     """
 

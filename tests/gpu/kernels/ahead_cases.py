@@ -1,16 +1,21 @@
 """Kernels in the forms that serve, as operators launch them: what test_ahead.py has compiled."""
 
+from itertools import product
 from typing import Any
 
 import torch
 
 from gpu.attention import PLAIN as PLAIN_SCORES
 from gpu.attention import Scores
-from gpu.kernels.matmul import GROUPED, INT4, PLAIN, SCALED, Matrix
+from gpu.kernels.block_formats import LAYOUTS
+from gpu.kernels.matmul import BLOCKS, GROUPED, INT4, PLAIN, SCALED, Matrix
 from gpu.kernels.operators import ACTIVATIONS
 from gpu.kernels.rows import CLEARED_COLUMNS, TOKENS
 from gpu.kernels.sampling import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.kernels.sizes import (
+    DECODE_WARPS,
+    DECODED_INPUTS,
+    DECODED_OUTPUTS,
     MAX_SPLITS,
     SMALL_ROWS,
     KernelShape,
@@ -56,7 +61,9 @@ FORMATS = (
 )
 SCALES = {SCALED: torch.bfloat16, INT4: torch.bfloat16, GROUPED: torch.float32}  # those of PLAIN are not read
 MANY_ROWS = SMALL_ROWS + 1  # for which there are larger tiles
-WIDE = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")  # multiples of 16 in all models
+WIDE = ("num_out", "num_in", "row_stride", "x_stride", "out_stride", "split_inputs")  # multiples of 16 in all models
+# One of each kind: of few bits and further ones, of bytes, of a table, of floats, all with their own scales.
+SOME_BLOCKS = ("Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "MXFP4")
 ODD_MATMULS = [  # bits, form, format, rows, group
     (bits, form, stored, num_rows, group)
     for bits, form, stored, groups in (
@@ -159,7 +166,7 @@ def elementwise_cases() -> list[Case]:
 
 
 def _matmul_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
-    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "row_stride", "x_stride", "split_inputs"), "i32")
+    integers = dict.fromkeys(("num_rows", *WIDE), "i32")
     return {"x": pointer(rows), "weights": pointer(values), "scales": pointer(scales), "zeros": pointer(scales)} | {
         "bias": pointer(rows),
         "out": pointer(out),
@@ -170,13 +177,15 @@ def _matmul_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtyp
 def _tile_constants(form: int, tile: MatmulTile, group: int = 128, **others: object) -> dict[str, object]:
     blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
     group = group if form in (INT4, GROUPED) else 1
-    return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
+    stored = {"FORM": form, "GROUP": group, "IS_WHOLE": True, "LAYOUT": None}
+    return {**stored, "HAS_BIAS": True, "PRECISION": "ieee", **blocks, **others}
 
 
 def tile_of(bits: int, form: int, num_rows: int | None, group: int = 128) -> MatmulTile:
     """num_rows: None: any number, as --deterministic has it."""
     none, is_fixed = torch.empty(0), num_rows is None
-    matrix = Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=group, is_fixed=is_fixed)
+    width = 1 << 12
+    matrix = Matrix(form, none, none, none, num_out=0, num_in=width, num_bits=bits, group=group, is_fixed=is_fixed)
     return matrix.tile(num_rows or 1)
 
 
@@ -207,29 +216,47 @@ def matmul_cases() -> list[Case]:
                 constants = _tile_constants(form, tile, SPLITS=splits)
                 cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, WIDE))
     cases += [_odd_matmul(*odd) for odd in ODD_MATMULS]
-    added = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "num_rows": "i32", "num_out": "i32"}
+    for name in LAYOUTS:
+        for num_rows, splits in (
+            ((SMALL_ROWS, 4), (MANY_ROWS, 1), (None, 1)) if name in SOME_BLOCKS else ((SMALL_ROWS, 1),)
+        ):
+            tile = tile_of(16, BLOCKS, num_rows)
+            out = torch.float32 if splits > 1 else torch.bfloat16
+            arguments = _matmul_arguments(torch.bfloat16, torch.int32, torch.int32, out)
+            constants = _tile_constants(BLOCKS, tile, SPLITS=splits, LAYOUT=name)
+            launch = tile.num_warps, tile.num_stages, WIDE, False
+            cases.append(Case(f"{module}:multiply", arguments, constants, *launch))
+    arguments = {"indexes": "*i64", "words": "*i32", "out": "*bf16"}
+    arguments |= dict.fromkeys(("first", "num_rows", "num_in", "chunk_words"), "i32")
+    for name, has_indexes in product(SOME_BLOCKS, (False, True)):
+        constants = {"LAYOUT": name, "HAS_INDEXES": has_indexes, "BLOCK_N": DECODED_OUTPUTS, "BLOCK_K": DECODED_INPUTS}
+        launch = DECODE_WARPS, 3, ("num_in", "chunk_words"), False
+        cases.append(Case("gpu.kernels.block_formats:decode_rows", arguments, constants, *launch))
+    added = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16"} | dict.fromkeys(
+        ("num_rows", "num_out", "out_stride"), "i32"
+    )
     constants = {"HAS_BIAS": True, "SPLITS": MAX_SPLITS, "BLOCK": 1024}
-    cases.append(Case(f"{module}:add_splits", added, constants, multiples_of_16=("num_out",)))
+    cases.append(Case(f"{module}:add_splits", added, constants, multiples_of_16=("num_out", "out_stride")))
     return cases
 
 
 def expert_cases() -> list[Case]:
     """128 experts, of which 8 are active: Qwen3's."""
     module, cases = "gpu.kernels.matmul", []
-    for bits, form, stored in FORMATS:
+    stacks = [(*found, None) for found in FORMATS] + [(16, BLOCKS, torch.int32, name) for name in SOME_BLOCKS]
+    wide = ("num_out", "num_in", "row_stride", "out_stride")
+    for bits, form, stored, layout in stacks:
         rows = torch.float32 if bits == 32 else torch.bfloat16
         values = pointer(stored or rows)
         scales = pointer(SCALES.get(form, rows))
         pointers = {"x": pointer(rows), "weights": values, "scales": scales, "zeros": scales, "bias": pointer(rows)}
-        integers = dict.fromkeys(("num_out", "num_in", "row_stride", "num_experts"), "i32")
+        integers = dict.fromkeys((*wide, "num_experts"), "i32")
         for num_rows, share in ((SMALL_ROWS, 8), (MANY_ROWS, 1), (None, 8)):
             tile = tile_of(bits, form, num_rows)
             arguments = pointers | {"out": pointer(rows), "pairs": "*i64", "ends": "*i64"} | integers
-            constants = _tile_constants(form, tile, SHARE=share, BLOCK_E=128)
-            name = f"{module}:multiply_by_expert"
-            cases.append(
-                Case(name, arguments, constants, tile.num_warps, tile.num_stages, ("num_out", "num_in", "row_stride"))
-            )
+            constants = _tile_constants(form, tile, SHARE=share, BLOCK_E=128, LAYOUT=layout)
+            launch = tile.num_warps, tile.num_stages, wide, layout is None
+            cases.append(Case(f"{module}:multiply_by_expert", arguments, constants, *launch))
     added = {"found": "*bf16", "shares": "*fp32", "out": "*bf16", "width": "i32"}
     cases.append(Case(f"{module}:add_experts", added, {"ACTIVE": 8, "BLOCK": 1024}, multiples_of_16=("width",)))
     return cases

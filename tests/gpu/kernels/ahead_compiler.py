@@ -27,6 +27,9 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
     module, name = case["kernel"].split(":")
     kernel = getattr(importlib.import_module(module), name)
     constants, arguments = case["constants"], case["arguments"]
+    if constants.get("LAYOUT") is not None:
+        formats = importlib.import_module("gpu.kernels.block_formats")
+        constants = constants | {"LAYOUT": formats.LAYOUTS[constants["LAYOUT"]]}
     signature = {
         argument: "constexpr" if argument in constants else arguments[argument] for argument in kernel.arg_names
     }
