@@ -50,7 +50,9 @@ def cases(is_quick: bool, is_device: bool) -> list[Case]:
     forms = FORMS[:2] if is_quick else FORMS
     model = models_of(is_quick, is_device)[-1]
     found = [
-        Case(f"matmul {form} {size}", partial(_matmul, form, size), 120.0, MATMULS) for form in forms for size in sizes
+        Case(f"matmul {form} {size}", partial(check_matmul, form, size), 120.0, MATMULS)
+        for form in forms
+        for size in sizes
     ]
     for family, scheme in product(families[:2] if is_quick else families, schemes):
         name = f"{family}, {scheme or 'as stored'}"
@@ -59,7 +61,7 @@ def cases(is_quick: bool, is_device: bool) -> list[Case]:
     return [ceilings_case(), *found, Case(f"{model}: cost", partial(_cost, model), 2 * MODEL_LIMIT_S, COST)]
 
 
-def _matmul(form: str, size: tuple[int, int], context: Context) -> Iterator[Row]:
+def check_matmul(form: str, size: tuple[int, int], context: Context) -> Iterator[Row]:
     from gpu.kernels.matmul import Matmul
 
     dtype, rows = (torch.bfloat16, ROWS) if context.is_device else (torch.float32, (1, 17, 40))

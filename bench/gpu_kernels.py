@@ -27,13 +27,15 @@ from core.config import ExpertsConfig, ModelConfig, RopeConfig
 from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.attention import RaggedRows, Scores
+from gpu.blocks import BLOCK_OUTPUTS, FORMATS, BlockWeight, PackedBlocks
+from gpu.checkpoint import DEQUANTISERS
 from gpu.device import DTYPES
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Experts, Rope
 from gpu.linear import Linear
 from gpu.operators import Operators
 from gpu.parameters import ExpertWeights
-from gpu.quant import FP8, MAX_FP8, DeviceWeight, QuantizedWeight, Weight, dequantize, floats, quantize
+from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, floats, quantize
 from gpu.rows import DeviceTables, RowOperators, StepInputs
 from gpu.sampler import LaunchedSampler, Sampler, SamplingSlots
 
@@ -283,13 +285,74 @@ def matmul(draw: Draw, matrix: str, form: str, rows: int, bias: bool = True, **s
     )
 
 
-def stored(draw: Draw, form: str, *shape: int) -> DeviceWeight:
+@builder
+def block_matmul(draw: Draw, form: str, rows: int, tile: str, **size: int) -> Problem:
+    """Of a file's blocks. size: out and in; tile: MatmulTile's numbers, "usual" or "torch": what torch multiplies."""
+    from gpu.kernels.matmul import DecodedMatmul, Matmul, stored_as
+    from gpu.kernels.sizes import MatmulTile
+
+    weight, x = blocks_of(draw, form, size["out"], size["in"]), draw.noise(rows, size["in"])
+    chosen = MatmulTile(*map(int, tile.split("x"))) if "x" in tile else None
+    kernel: Linear = DecodedMatmul(weight, None) if tile == "torch" else Matmul(weight, None, only_tile=chosen)
+    num_bytes = stored_as(weight)[1] + x.nbytes + rows * size["out"] * draw.dtype.itemsize
+    reference = lambda: (F.linear(x.float(), _exact(weight)),)  # noqa: E731
+    return Problem(lambda: kernel(x), reference, num_bytes, 2.0 * rows * size["out"] * size["in"])
+
+
+@builder
+def decoded_rows(draw: Draw, form: str, rows: int, **size: int) -> Problem:
+    """Of a file's blocks: some, as an embedding takes them, and all; to the last bit. size: out and in."""
+    from gpu.kernels.block_formats import read_range, read_rows
+
+    weight, chosen = blocks_of(draw, form, size["out"], size["in"]), draw.below(size["out"], rows)
+    (part,), whole = weight.parts, draw.noise(size["out"], size["in"])
+
+    def reference() -> tuple[Tensor, Tensor]:
+        numbers = _exact(weight).to(draw.dtype)
+        return numbers[chosen], numbers
+
+    launch = lambda: (read_rows(part, chosen, draw.dtype), read_range(part, 0, whole))  # noqa: E731
+    return Problem(launch, reference, part.packed.nbytes + whole.nbytes, tolerance=0.0)
+
+
+def blocks_of(draw: Draw, form: str, *shape: int) -> BlockWeight:
+    """A matrix, or a stack of them, of a file's blocks: any bytes make one, but for floats."""
+    found, (*stack, num_out, num_in) = FORMATS[form], shape
+    chunks = *stack, -(-num_out // BLOCK_OUTPUTS), num_in // found.elements
+    packed = draw.below(256, *chunks, BLOCK_OUTPUTS * found.size_bytes).to(torch.uint8)
+    width, count, _ = found.fields[0]
+    if width == 2:  # scales and minima
+        halves = draw.exact(*chunks, count * BLOCK_OUTPUTS).mul_(0.01 * num_in**-0.5).half()
+        packed[..., : 2 * count * BLOCK_OUTPUTS] = halves.view(torch.uint8)
+    else:  # exponents
+        packed[..., :BLOCK_OUTPUTS] = packed[..., :BLOCK_OUTPUTS] % 8 + 116
+    return BlockWeight(draw.dtype, (PackedBlocks(form, packed, num_out),), stack[0] if stack else None)
+
+
+def _as_in_a_file(part: PackedBlocks) -> Tensor:
+    """Bytes [blocks, bytes of one], output after output: what write_packed has packed."""
+    found, (num_chunks, num_blocks, _) = FORMATS[part.format], part.packed.shape
+    rows = torch.empty((num_chunks, BLOCK_OUTPUTS, num_blocks, found.size_bytes), dtype=torch.uint8)
+    first = 0
+    for width, count, place in found.fields:
+        end = first + BLOCK_OUTPUTS * width * count
+        fields = part.packed[..., first:end].cpu().view(num_chunks, num_blocks, count, BLOCK_OUTPUTS, width)
+        is_signed = found.signed is not None and place >= found.signed
+        fields = fields ^ 0x80 if is_signed else fields
+        rows[..., place : place + width * count] = fields.permute(0, 3, 1, 2, 4).flatten(3)
+        first = end
+    return rows.flatten(0, 1)[: part.num_out].reshape(-1, found.size_bytes)
+
+
+def stored(draw: Draw, form: str, *shape: int) -> Weight:
     """A matrix, or a stack of them, of numbers of about 1 / sqrt(inputs).
 
     Args:
-        form: "plain", what quantize() makes, or "fp8 by N" and "int4 by N": as checkpoints have it, N inputs that
-            share a scale.
+        form: "plain", what quantize() makes, "fp8 by N" and "int4 by N": as checkpoints have it, N inputs that share a
+            scale, or the format of a file's blocks.
     """
+    if form in FORMATS:
+        return blocks_of(draw, form, *shape)
     scheme, _, size = form.partition(" by ")
     *rows, num_in = shape
     if scheme == "int4" and size:  # any numbers make a matrix
@@ -306,6 +369,12 @@ def stored(draw: Draw, form: str, *shape: int) -> DeviceWeight:
 
 
 def _exact(weight: Weight) -> Tensor:
+    """Float32."""
+    if isinstance(weight, BlockWeight):
+        if weight.num_stacked is not None:
+            return torch.stack([_exact(weight[place]) for place in range(weight.num_stacked)])
+        rows = [DEQUANTISERS[part.format](_as_in_a_file(part)).view(part.num_out, -1) for part in weight.parts]
+        return torch.cat(rows).to(weight.device)
     return dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else floats(weight).float()
 
 
@@ -728,11 +797,11 @@ def _experts(dtype: str, rows: tuple[int, ...], shape: Sizes, forms: tuple[str, 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """This part's: errors first, by several processes at once, which fills Triton's cache of what is compiled."""
     timed, variants = timed_cases(is_quick, is_device), variant_cases(is_quick, is_device)
-    times = [Case(f"time of {case.name}", partial(_time, case), CASE_LIMIT_S, TIMES) for case in timed]
-    return [ceilings_case(), *_checks([*timed, *variants]), *times, *_checks(other_formats(is_quick, is_device))]
+    times = [Case(f"time of {case.name}", partial(time_of, case), CASE_LIMIT_S, TIMES) for case in timed]
+    return [ceilings_case(), *checks([*timed, *variants]), *times, *checks(other_formats(is_quick, is_device))]
 
 
-def _checks(cases: Sequence[KernelCase]) -> list[Case]:
+def checks(cases: Sequence[KernelCase]) -> list[Case]:
     by_name = {f"error of {case.name}": case for case in cases}
     return [Case(name, partial(_check, case), CASE_LIMIT_S, ERRORS, is_shared=True) for name, case in by_name.items()]
 
@@ -746,7 +815,7 @@ def _check(case: KernelCase, context: Context) -> Iterator[Row]:
     yield Row(ERRORS, cells, OK if error <= tolerance else WRONG)  # NaN is wrong
 
 
-def _time(case: KernelCase, context: Context) -> Iterator[Row]:
+def time_of(case: KernelCase, context: Context) -> Iterator[Row]:
     """The kernel's time, beside the limit."""
     with torch.inference_mode():
         first = _build(case, context, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_check, gpu_deterministic, gpu_http, gpu_kernels, gpu_model, gpu_run
+from bench import gpu_blocks, gpu_check, gpu_deterministic, gpu_http, gpu_kernels, gpu_model, gpu_run
 from bench.gpu_kernels import (
     Draw,
     KernelCase,
@@ -89,7 +89,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         yield Row("Ceilings", {"case": "ceilings"})
 
     case = Case("ceilings", ceilings, 60.0, "Ceilings")
-    for module in (gpu_kernels, gpu_model, gpu_deterministic, gpu_http):
+    for module in (gpu_kernels, gpu_blocks, gpu_model, gpu_deterministic, gpu_http):
         monkeypatch.setattr(module, "ceilings_case", lambda: case)
 
 
@@ -106,7 +106,7 @@ def test_kernels_are_held_against_their_references(builder: str, known_speed: No
     pytest.importorskip("triton", reason="needs triton: pip install triton")
     code, rows = run_here("kernels", builder, tmp_path)
     assert code == 0
-    names = {case.name for case in all_cases(True, False) if builder in f"error of {case.name}"}
+    names = {case.name for case in kernel_cases(True, False) if builder in f"error of {case.name}"}
     assert verdicts(rows) == [OK] * len(names) != []
     assert all(row["error"] <= row["tolerance"] for row in rows if row.get("verdict") == OK)
     timed = [row["share of limit"] for row in rows if row.get("µs") is not None]
@@ -126,9 +126,27 @@ def test_rows_and_requests_are_held_against_themselves_alone(known_speed: None, 
         assert verdicts(found) == [OK] * rows
 
 
-def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
+@pytest.mark.parametrize(("only", "rows"), [("block_matmul: form Q6_K", 2), ("form Q4_K, rows 5", 1), ("of Q8_0", 5)])
+def test_blocks_are_what_they_stand_for(only: str, rows: int, known_speed: None, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    from tests.gpu.kernels.interpreted import dots_in_order
+
+    with dots_in_order():
+        code, found = run_here("blocks", only, tmp_path)
+    assert code == 0
+    assert verdicts(found) == [OK] * rows
+    assert {row.get("share that differs") for row in found} <= {None, 0.0}
+
+
+def kernel_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
     variants = variant_cases(is_quick, is_device) + other_formats(is_quick, is_device)
     return timed_cases(is_quick, is_device) + variants
+
+
+def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
+    """Of both parts that check kernels."""
+    of_blocks = gpu_blocks.error_cases(gpu_blocks.FORMS, is_device) + gpu_blocks.timed_cases(is_quick, is_device)
+    return kernel_cases(is_quick, is_device) + of_blocks
 
 
 @pytest.mark.parametrize("is_device", [True, False])
@@ -137,8 +155,8 @@ def test_each_builder_has_cases_and_their_names_are_their_own(is_device: bool) -
     by_name = {case.name: case for case in found}
     assert all(by_name[case.name] == case for case in found)
     assert {case.builder for case in found} == set(gpu_kernels.BUILDERS)
-    cases = gpu_kernels.cases(False, is_device)
-    assert len({case.name for case in cases}) == len(cases)
+    for cases in (gpu_kernels.cases(False, is_device), gpu_blocks.cases(False, is_device)):
+        assert len({case.name for case in cases}) == len(cases)
 
 
 def test_every_feature_of_sampling_is_among_what_is_asked() -> None:

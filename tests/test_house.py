@@ -33,7 +33,7 @@ BUDGETS = {
     "gpu/parallel": (770, 5),
     "bench": (10_490, 39),
 }
-TEST_LINES = 73_865
+TEST_LINES = 73_885
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
