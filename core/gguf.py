@@ -24,6 +24,7 @@ MAX_TENSORS = 2**20
 MAX_ITEMS = 2**24  # of one array; the largest vocabulary known is 2**18
 MAX_NAME_BYTES = 2**16
 MAX_DIMENSIONS = 4
+TOKENIZER_PREFIX = "tokenizer."
 
 # Formats that are dequantised here: name -> (elements of a block, bytes of a block)
 BLOCKS = {
@@ -82,12 +83,13 @@ class GgufFile:
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
 
 
-def parse_gguf(content: memoryview, name: str) -> GgufFile:
+def parse_gguf(content: memoryview, name: str, has_tokenizer: bool = True) -> GgufFile:
     """Read a file's header.
 
     Args:
         content: the whole file; only the header's bytes are touched.
         name: of the file, for messages.
+        has_tokenizer: False: the tokenizer's lists are left empty: they are most of a header's time and memory.
 
     Raises:
         BadCheckpoint: not GGUF, or incomplete.
@@ -106,7 +108,7 @@ def parse_gguf(content: memoryview, name: str) -> GgufFile:
         key = cursor.text("a metadata key", MAX_NAME_BYTES)
         if key in metadata:
             raise cursor.bad(f"{key} is there twice")
-        metadata[key] = cursor.value(key)
+        metadata[key] = cursor.value(key, has_tokenizer or not key.startswith(TOKENIZER_PREFIX))
     if metadata.get("split.count", 1) not in (0, 1):
         raise UnsupportedModel(
             f"{name} is one of {metadata['split.count']} parts; only whole files are supported.",
@@ -205,23 +207,24 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.bad(f"{what} at byte {self.position - num_bytes} is not UTF-8") from error
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str, keeps_lists: bool = True) -> Any:
         value_type = self.u32(key)
         if value_type == _STRING:
             return self.text(key)
         if value_type == _ARRAY:
-            return self._array(key)
+            return self._array(key, keeps_lists)
         value = self._scalars(key, value_type, 1)[0]
         # the intended decimal: 1e-05, not 9.999999747378752e-06
         return float(str(np.float32(value))) if _SCALARS[value_type] == "<f4" else value
 
-    def _array(self, key: str) -> list[Any]:
+    def _array(self, key: str, is_kept: bool) -> list[Any]:
         item_type = self.u32(key)
         if item_type == _STRING:
-            return self._texts(key, self.count(f"items of {key}", MAX_ITEMS, 8))
-        return self._scalars(key, item_type, self.count(f"items of {key}", MAX_ITEMS, 1))
+            return self._texts(key, self.count(f"items of {key}", MAX_ITEMS, 8), is_kept)
+        found = self._scalars(key, item_type, self.count(f"items of {key}", MAX_ITEMS, 1))
+        return found if is_kept else []
 
-    def _texts(self, key: str, number: int) -> list[str]:
+    def _texts(self, key: str, number: int, is_kept: bool) -> list[str]:
         """text() inlined: a vocabulary and its merges are half a million strings."""
         content, position, found = self._content, self.position, []
         try:
@@ -230,7 +233,8 @@ class _Cursor:
                 position = start + _U64.unpack_from(content, position)[0]
                 if position > self.size:
                     raise self.bad(f"it ends within {key}")
-                found.append(str(content[start:position], "utf-8"))
+                if is_kept:
+                    found.append(str(content[start:position], "utf-8"))
         except UnicodeDecodeError as error:
             raise self.bad(f"an item of {key} is not UTF-8") from error
         except struct.error as error:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from core.errors import BadCheckpoint
-from core.gguf import BLOCKS, GgufTensor, parse_gguf
+from core.gguf import BLOCKS, GgufFile, GgufTensor, parse_gguf
 from core.gguf_model import hugging_face_tensors, is_decay, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
 from gpu.blocks import BLOCK_OUTPUTS, IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks, write_packed
@@ -119,11 +119,13 @@ class Checkpoint:
 
     Args:
         packing: how the tensors with parts are stored.
+        gguf: a GGUF file's header.
     """
 
     path: Path
     tensors: dict[str, TensorHeader] = field(default_factory=dict)
     packing: PackedConfig | Fp8Config | None = None
+    gguf: GgufFile | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -237,7 +239,7 @@ def _open_gguf(file: Path) -> Checkpoint:
             name: TensorHeader(file, found.shape, found.format, found.size_bytes, name)
             for name, found in reader.tensors.items()
         }
-    return Checkpoint(file, headers)
+        return Checkpoint(file, headers, gguf=reader.header)
 
 
 def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
@@ -409,7 +411,7 @@ class TensorSource:
         self._progress(self._done_bytes, self.checkpoint.size_bytes)
 
     def _release(self) -> None:
-        """GGUF files stay open: parsing their headers takes long."""
+        """GGUF files stay open."""
         self._held_bytes = 0
         for file, reader in list(self._readers.items()):
             if isinstance(reader, GgufReader):
@@ -419,7 +421,8 @@ class TensorSource:
 
     def _reader(self, file: Path) -> Any:
         if file not in self._readers:
-            reader = open_safetensors(file) if file.suffix == SUFFIX else GgufReader(file, self._dtype)
+            is_gguf, header = file.suffix != SUFFIX, self.checkpoint.gguf
+            reader = GgufReader(file, self._dtype, header) if is_gguf else open_safetensors(file)
             self._readers[file] = reader.__enter__()
         return self._readers[file]
 
@@ -516,22 +519,23 @@ class GgufReader:
 
     Args:
         dtype: what quantised tensors become; the others stay as they are.
+        header: of an earlier reader of the file; None: it is parsed.
 
     Raises:
         BadCheckpoint, UnsupportedModel: see core.gguf.parse_gguf.
     """
 
-    def __init__(self, file: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, file: Path, dtype: torch.dtype = torch.float32, header: GgufFile | None = None) -> None:
         try:
             with file.open("rb") as opened:  # a private mapping: torch wants writable memory
                 self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise BadCheckpoint(f"{file} cannot be read: {error}.", "download it again, or name another.") from error
         self._bytes = torch.from_numpy(np.frombuffer(self._map, np.uint8))
-        header = parse_gguf(self._bytes.numpy().data, str(file))
+        self.header = header or parse_gguf(self._bytes.numpy().data, str(file), has_tokenizer=False)
         self._dtype = dtype
-        self._metadata = header.metadata
-        self.tensors = hugging_face_tensors(header)
+        self._metadata = self.header.metadata
+        self.tensors = hugging_face_tensors(self.header)
 
     def __enter__(self) -> "GgufReader":
         return self

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from core.config import ModelConfig, RopeConfig
 from core.config_json import parse_model_config
 from core.errors import BadCheckpoint, StartupError
-from core.gguf import BLOCKS
+from core.gguf import BLOCKS, GgufFile, parse_gguf
 from core.gguf_model import LONG_FACTORS, ROPE_FACTORS, config_of, hugging_face_tensors, num_turned_heads
 from core.plan import SequenceStart
 from gpu import checkpoint as gpu_gguf
@@ -506,6 +506,21 @@ def test_tensors_that_no_model_has_are_named(tmp_path: Path, model_directory) ->
     file = write_gguf(source, tmp_path / "model.gguf")
     with pytest.raises(BadCheckpoint, match=r"not this architecture's: model\.layers\.0\.self_attn\.q_proj\.bias"):
         load_weights(open_checkpoint(file), model_of(file), torch.float32, torch.device("cpu"), no_progress)
+
+
+def test_a_header_is_parsed_once_however_often_its_file_is_opened(
+    tmp_path: Path, model_directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf", Q.Q8_0)
+    config, parsed_files = model_of(file), list[str]()
+
+    def parse(content: memoryview, name: str, has_tokenizer: bool) -> GgufFile:
+        parsed_files.append(name)
+        return parse_gguf(content, name, has_tokenizer)
+
+    monkeypatch.setattr("gpu.checkpoint.parse_gguf", parse)
+    list(load_weights(open_checkpoint(file), config, torch.float32, torch.device("cpu"), no_progress).layers)
+    assert parsed_files == [str(file)]
 
 
 def test_progress_counts_the_files_bytes_and_the_plan_knows_them(tmp_path: Path, model_directory) -> None:

@@ -330,15 +330,29 @@ def test_formats_that_are_not_read_and_rows_that_are_no_whole_blocks_are_named(
 
 def test_every_truncation_of_the_header_is_an_error(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_array("texts", ["one", "two"])
+    writer.add_array("tokenizer.texts", ["one", "two"])
     writer.add_array("numbers", [1.5, 2.5])
     writer.add_tensor("output.weight", np.zeros((2, 32), np.float32))
     finish(writer)
     whole = (tmp_path / "m.gguf").read_bytes()
-    assert parse_gguf(memoryview(whole), "m").metadata["texts"] == ["one", "two"]
-    for size in range(len(whole)):
+    assert parse_gguf(memoryview(whole), "m").metadata["tokenizer.texts"] == ["one", "two"]
+    for size, has_tokenizer in itertools.product(range(len(whole)), (True, False)):
         with pytest.raises(StartupError, match="not a whole GGUF file"):
-            parse_gguf(memoryview(whole[:size]), "m")
+            parse_gguf(memoryview(whole[:size]), "m", has_tokenizer)
+
+
+def test_without_the_tokenizers_lists_a_header_says_the_same(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_array("tokenizer.texts", ["one", "two"])
+    writer.add_array("tokenizer.numbers", [1.5, 2.5])
+    writer.add_string("tokenizer.name", "bpe")
+    writer.add_array("numbers", [1.5, 2.5])
+    writer.add_tensor("output.weight", np.zeros((2, 32), np.float32))
+    finish(writer)
+    whole = memoryview((tmp_path / "m.gguf").read_bytes())
+    found, all_of_it = parse_gguf(whole, "m", has_tokenizer=False), parse_gguf(whole, "m")
+    assert found.tensors == all_of_it.tensors
+    assert found.metadata == all_of_it.metadata | {"tokenizer.texts": [], "tokenizer.numbers": []}
 
 
 @pytest.mark.parametrize("moved", [-32, -256, 1, 16])
