@@ -249,7 +249,11 @@ class Server:
 
     def _load(self, load: LoadEngine, inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> LoadedEngine:
         """Thread: engine."""
-        loaded = load(inbox, deliver, self._report_stage)
+        gc.disable()  # nearly all that loading makes stays: to look through it again and again took a fifth of the time
+        try:
+            loaded = load(inbox, deliver, self._report_stage)
+        finally:
+            gc.enable()
         if self._kv_events is not None:
             loaded.engine.tell_blocks(self._kv_events.put)
         return loaded
