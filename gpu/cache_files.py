@@ -1,6 +1,7 @@
 """Files kept from one start to the next: the user's cache directory, measured.json, compiled kernels.
 
-What compiles keeps hundreds of MiB until its process ends: `compile_apart` does it in processes that do.
+What compiles keeps hundreds of MiB until its process ends: `compile_apart` does it in processes that do. They keep the
+kernels' code in a directory of its own, too: a server computes with it and imports no numba (cpu_kernels/compiled.py).
 
 A file that cannot be read, or has an unknown format, counts as missing; failing to write one is no error. Imports
 neither torch nor numba. Thread: engine (at start), or main.
@@ -93,6 +94,15 @@ def _kernel_directories() -> list[Path]:
     return [*([Path(named)] if named else []), KERNELS / "__pycache__", cache_home() / "numba"]
 
 
+uses_kept_code = False  # set by a server, which calls kernels alone; before one is imported
+_kept: Path | None = None
+
+
+def kept_code() -> Path | None:
+    """Where the kernels' code is, for a process that only calls it; None: numba compiles or loads it in the process."""
+    return _kept
+
+
 def compile_apart(groups: Sequence[Sequence[str]], cpu: str) -> int:
     """Have kernels compiled that no earlier call has, each group in a process of its own, all at once.
 
@@ -102,26 +112,42 @@ def compile_apart(groups: Sequence[Sequence[str]], cpu: str) -> int:
         groups: arguments of `python -m gpu.cpu_kernels`.
         cpu: what code is compiled for.
     """
+    global _kept
     directory = next(filter(_can_write, _kernel_directories()), None)
     if directory is None:
         return 0
     sources = [(path.name, path.stat().st_mtime_ns) for path in sorted(KERNELS.glob("*.py"))]  # as numba has it
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
-    environ["PYTHONPATH"] = os.pathsep.join([str(KERNELS.parent.parent), *filter(None, [environ.get("PYTHONPATH")])])
-    running = []
+    told = sources, version("numba"), version("llvmlite"), sys.version, cpu
+    code = directory / f"code-{sha256(repr(told).encode()).hexdigest()[:32]}"
+    running, is_whole = [], True
     for group in groups:
-        stamp = sha256(repr((sources, version("numba"), sys.version, cpu, *group)).encode()).hexdigest()
-        if not (marker := directory / f"compiled-{stamp[:32]}").exists():
+        if not (marker := code / f"has-{'-'.join(group)}").exists():
             logger.info("compiling kernels for this CPU, once: %s", ", ".join(group))
-            command = [sys.executable, "-m", "gpu.cpu_kernels", *group]
-            running.append((group, marker, subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)))
+            running.append((group, marker, _compile(code, group)))
     for group, marker, process in running:
         if process.wait() == 0:
             with suppress(OSError):
                 marker.touch()
         else:
+            is_whole = False
             logger.warning("%s: compiling them apart ended with %d", ", ".join(group), process.returncode)
+    if uses_kept_code and is_whole and "numba" not in sys.modules:
+        _kept = code
     return len(running)
+
+
+def compile_missing(name: str) -> None:
+    """Have more of the kept code compiled. name: see compile_apart."""
+    assert _kept is not None
+    logger.info("compiling kernels for this CPU, once: %s", name)
+    _compile(_kept, [name]).wait()
+
+
+def _compile(code: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(KERNELS.parent.parent), *filter(None, [environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "gpu.cpu_kernels", *names, "--keep", str(code)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
 
 
 def _can_write(directory: Path) -> bool:

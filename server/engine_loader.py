@@ -178,10 +178,12 @@ def _load(
     draft = None if config.draft is None else _read_draft(config, files, model)
     report_stage("importing torch")
     check_address_space()
+    from gpu import cache_files
     from gpu.device import drop_code_pages, trim_heap
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
+    cache_files.uses_kept_code = True
     engine = config.to_engine_config()
     draft_model: DraftModel | None = None
     if draft is not None and isinstance(model, ModelConfig):  # before the other, so that its memory is taken

@@ -1,22 +1,32 @@
-"""Compiles kernels, and leaves their code where numba keeps it: `python -m gpu.cpu_kernels NAME...`; see compile_apart.
+"""Compiles kernels, and keeps their code: `python -m gpu.cpu_kernels NAME... [--keep DIRECTORY]`; see compile_apart.
 
-A name is a module of this folder, or a format of blocks.
+A name is a module of this folder, or a format of blocks. numba keeps the code where it finds it; the directory gets it
+for processes without numba (compiled.py).
 """
 
-import sys
+import argparse
 from importlib import import_module
+from pathlib import Path
 
 from gpu.blocks import FORMATS
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
+    parser = argparse.ArgumentParser(prog="python -m gpu.cpu_kernels")
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--keep", type=Path)
+    given = parser.parse_args()
+    for name in given.names:
         if name in FORMATS:
             from gpu.cpu_kernels.block_matmul import compile_format
 
             compile_format(name)
         else:
             import_module(f"gpu.cpu_kernels.{name}")
+    if given.keep is not None:
+        from gpu.cpu_kernels.compiled import keep_compiled
+
+        keep_compiled(given.keep)
 
 
 if __name__ == "__main__":

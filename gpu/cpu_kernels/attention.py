@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.attention import RaggedRows, Scores
+from gpu.cpu_kernels.compiled import carray, kernel, njit, types
 from gpu.cpu_kernels.matmul import MOST_TILE_ROWS, SUM_ROW_BYTES, clear_sums
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
@@ -548,7 +548,7 @@ class Arguments(ctypes.Structure):
 _ARGUMENTS = np.dtype(Arguments)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def attend_pieces(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from gpu.blocks import BLOCK_OUTPUTS, FORMATS, INT4_FORMATS, IQ4_NUMBERS, MXFP4_NUMBERS
+from gpu.cpu_kernels.compiled import carray, cgutils, intrinsic, ir, njit, types
 from gpu.cpu_kernels.vectors import (
     FLOATS,
     HAS_AVX512,

@@ -24,9 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import ir
-from numba import carray, cfunc, njit, types
-from numba.core import cgutils
 from torch import Tensor
 
 from gpu.blocks import BLOCK_OUTPUTS, FORMATS, INT4_FORMATS, PART_INPUTS, BlockWeight, PackedBlocks
@@ -38,6 +35,7 @@ from gpu.cpu_kernels.block_formats import (
     GROUPS,
     HAVE_MINIMA,
     MIDDLES,
+    NAMES,
     QUAD_BYTES,
     SIGNED,
     SUM_ROW_BYTES,
@@ -48,6 +46,7 @@ from gpu.cpu_kernels.block_formats import (
     of_format,
     units,
 )
+from gpu.cpu_kernels.compiled import carray, cgutils, ir, kernel, njit, types
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
@@ -484,7 +483,7 @@ def _make_multiply(code):
                 many_tile(code, rows, tile_x, x_stride, values, stride, scales, minima, groups, tile_sums, at, lines)
                 first, lines = end, 0
 
-    return cfunc(types.void(*[types.int64] * 6), cache=True)(multiply)
+    return kernel(6, NAMES[code])(multiply)
 
 
 def _make_decode(code):
@@ -495,7 +494,7 @@ def _make_decode(code):
         decode_scales(code, at, num_blocks, scales, scales + PART_SCALES)
         decode_numbers(code, at, num_blocks, scratch)
 
-    return cfunc(types.void(*[types.int64] * 3), cache=True)(decode)
+    return kernel(3, NAMES[code])(decode)
 
 
 @operation(nothing, *[types.int64] * 7)
@@ -556,7 +555,7 @@ def _quantize_row(source, is_bf16, num_inputs, target):
         sums[0] = sums[1] + sums[2]
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def quantize_rows(arguments):
     """Take rows until none is left: any number of threads at once. arguments: the address of RowArguments."""
     args = carray(pointer(arguments), 1, _ROWS)[0]
@@ -567,7 +566,7 @@ def quantize_rows(arguments):
         row = take_next(arguments)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def multiply_blocks(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
@@ -599,7 +598,7 @@ def multiply_blocks(arguments):
     keep(memory)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def gather_rows(arguments):
     """Take rows until none is left: any number of threads at once. arguments: the address of GatherArguments."""
     args = carray(pointer(arguments), 1, _GATHER)[0]
@@ -631,7 +630,7 @@ def gather_rows(arguments):
     keep(memory)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def pack(arguments):
     """Take 64 outputs at a time until none is left: any number of threads at once. arguments: PackArguments'."""
     args = carray(pointer(arguments), 1, _PACK)[0]

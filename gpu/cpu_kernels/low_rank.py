@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import carray, cfunc, njit, types
 from torch import Tensor
 
+from gpu.cpu_kernels.compiled import carray, kernel, njit
 from gpu.cpu_kernels.matmul import MOST_TILE_ROWS, PAIR_BYTES, STREAM_AHEAD, SUM_ROW_BYTES, clear_sums, make_tile
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
@@ -115,7 +115,7 @@ def _gather(x, x_stride, rows, num_rows, row_bytes, into):
             store_pairs(into + row * row_bytes + at, load_pairs(source + at))
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def add_products(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]

@@ -16,10 +16,9 @@ import ctypes
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
-from numba.core import cgutils
 from torch import Tensor
 
+from gpu.cpu_kernels.compiled import carray, cgutils, kernel, njit, types
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
@@ -270,7 +269,7 @@ def make_float_tile(num_registers, adds):
     return tile
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def multiply_rows(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]

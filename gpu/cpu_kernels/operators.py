@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from gpu.cpu_kernels.attention import PagedAttention
+from gpu.cpu_kernels.compiled import carray, kernel, njit
 from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
 from gpu.cpu_kernels.recorded import RecordedLayers
 from gpu.cpu_kernels.team import Kernel, integers
@@ -146,7 +146,7 @@ def _norm(x, weight, is_float, width, eps, out):
         store_rounded(out + 2 * index, load_widened(x + 2 * index) * by * _load_weight(weight, index, is_float))
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def add_and_norm(arguments):
     """Take tokens until none is left: any number of threads at once. arguments: the address of NormArguments."""
     args = carray(pointer(arguments), 1, _NORM)[0]
@@ -239,7 +239,7 @@ def _scatter(numbers, into, step):
         into[index * step] = numbers[index]
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def rotate_and_store(arguments):
     """Take tokens until none is left: any number of threads at once. arguments: the address of RotateArguments."""
     args = carray(pointer(arguments), 1, _ROTATE)[0]
@@ -279,7 +279,7 @@ def _gated(gate, up, is_gelu):
     return gate / (spread(ONE) + exp2(slope)) * up
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def gate(arguments):
     """SiLU or GELU of the gate, times up. Take tokens until none is left: any number of threads at once.
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import ir
-from numba import carray, cfunc, types
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gpu.cpu_kernels.attention import NO_WINDOW, PagedAttention
 from gpu.cpu_kernels.attention import Arguments as AttentionArguments
+from gpu.cpu_kernels.compiled import carray, ir, kernel, types
 from gpu.cpu_kernels.team import Kernel, integers, runtime_function
 from gpu.cpu_kernels.vectors import INT32, INT64, address, call, constant, nothing, operation, pointer, take_next
 
@@ -87,7 +86,7 @@ def _futex(builder, function, at, what, value):
     builder.call(builder.inttoptr(function, kind.as_pointer()), given)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def run_calls(arguments):
     """Run the calls, each by all threads, and the next when all have ended it. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]

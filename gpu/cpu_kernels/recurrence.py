@@ -19,11 +19,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, RecurrentConfig
 from gpu.attention import IntArray
+from gpu.cpu_kernels.compiled import carray, kernel, njit
 from gpu.cpu_kernels.matmul import FLOAT_TILE_ROWS, make_float_tile
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
@@ -461,7 +461,7 @@ def _scan(args, key_head, run, spare):
     _keep_inputs(args, key_head, read, first, end - first, write)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def delta_net(arguments):
     """Take key heads until none is left: any number of threads at once. arguments: the address of DeltaArguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
@@ -490,7 +490,7 @@ def delta_net(arguments):
     keep(spare)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def convolve_channels(arguments):
     """Take some channels of all tokens until none are left: any number of threads at once."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
@@ -643,7 +643,7 @@ def _mix_single(args, head, token, read, write, spare):
     _add_skipped(args, token, head, spare)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def state_space(arguments):
     """Take some heads of a group, of all tokens, until none are left: any number of threads at once."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
@@ -665,7 +665,7 @@ def state_space(arguments):
     keep(spare)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def gate_and_norm(arguments):
     """Take tokens until none is left: any number of threads at once."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
@@ -732,9 +732,9 @@ class _Common:
             value_dim=own.value_dim,
             eps=own.eps,
         )
-        for kernel in kernels:
+        for run in kernels:
             arguments.next_piece = 0
-            kernel(arguments, num_threads)
+            run(arguments, num_threads)
         return out
 
 

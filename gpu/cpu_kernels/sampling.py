@@ -12,9 +12,9 @@ import ctypes
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
 from torch import Tensor
 
+from gpu.cpu_kernels.compiled import carray, kernel, njit
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import pointer, take_next
 from gpu.sampler import (
@@ -488,7 +488,7 @@ def scratch_bytes(vocab_size):
     return (20 * vocab_size + 4 * (vocab_size // SEGMENT + 1) + 63) // 64 * 64
 
 
-@cfunc(types.void(types.int64), cache=True)
+@kernel()
 def sample_rows(arguments):
     """Take rows until none is left: any number of threads at once. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]

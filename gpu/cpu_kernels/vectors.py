@@ -16,12 +16,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
 
+from gpu.cpu_kernels.compiled import (
+    ConcreteTemplate,
+    cgutils,
+    infer_global,
+    intrinsic,
+    ir,
+    lower_builtin,
+    models,
+    njit,
+    register_model,
+    signature,
+    types,
+)
 from gpu.device import cpu_flags
 
 LANES = 16
