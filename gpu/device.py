@@ -26,7 +26,7 @@ from torch import Tensor
 
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
-from gpu.host_memory import host_bytes, host_room_bytes
+from gpu.host_memory import MADV_HUGEPAGE, PAGE_BYTES, host_bytes, host_room_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Instructions that multiply bf16 natively: without them bf16 is slower than float32.
@@ -222,12 +222,11 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-PAGE_BYTES = 2 * 1024**2
 LEAST_BYTES = PAGE_BYTES // 2  # less is not worth a call
 CHUNK_BYTES = 64 * 1024**2  # of address space: only what is written to takes memory
 LINE_BYTES = 64  # of a cache
 MADV_COLLAPSE = 25  # Linux 6.1, include/uapi/asm-generic/mman-common.h
-MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # madvise(2)
+MADV_DONTNEED = 4  # madvise(2)
 
 
 class HugePages:
@@ -242,12 +241,24 @@ class HugePages:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """On the CPU. Once it is written, use_huge_pages says whether its pages are large."""
         size_bytes = math.prod(shape) * dtype.itemsize
-        if _madvise() is None or not LEAST_BYTES <= size_bytes <= CHUNK_BYTES:
-            return own_huge_pages(shape, dtype)
-        if len(self._rest) < size_bytes:
+        if len(self._rest) < size_bytes or size_bytes < LEAST_BYTES:
+            if _madvise() is None or not LEAST_BYTES <= size_bytes <= CHUNK_BYTES:
+                return own_huge_pages(shape, dtype)
             self._rest = _advised(CHUNK_BYTES)
         found, self._rest = self._rest[:size_bytes], self._rest[-(-size_bytes // LINE_BYTES) * LINE_BYTES :]
         return found.view(dtype).view(shape)
+
+    def begin_with(self, memory: mmap.mmap) -> None:
+        """Take this memory first, which may have its pages already: see reading_ahead."""
+        mapped = torch.frombuffer(memory, dtype=torch.uint8)
+        self._rest = mapped[-mapped.data_ptr() % PAGE_BYTES :]
+
+    def release_rest(self) -> None:
+        """Give pages that no tensor is in back to the system; what is left may still be written to."""
+        first, end = self._rest.data_ptr(), self._rest.data_ptr() + len(self._rest)
+        first = -(-first // PAGE_BYTES) * PAGE_BYTES
+        if (advise := _madvise()) is not None and first < end:
+            advise(first, end - first, MADV_DONTNEED)
 
 
 def _advised(size_bytes: int) -> Tensor:

@@ -1,22 +1,35 @@
-"""How much host memory this process can still allocate, within control groups and `ulimit -v`. Imports no torch.
+"""How much host memory this process can still allocate, and memory for weights before torch is there. Imports no torch.
 
-Thread: any.
+Within control groups and `ulimit -v`. Thread: any.
 """
 
+import ctypes
+import io
+import mmap
 import os
 import resource
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 MEMORY_INFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS, PROCESS_SIZES = Path("/proc/self/cgroup"), Path("/proc/self/statm")
 UNLIMITED = 1 << 62
+PAGE_BYTES = 2 * 1024**2  # large ones
+STEP_BYTES, READ_BYTES = 8 * PAGE_BYTES, 1024**2  # at a time
+MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # madvise(2); the second since Linux 5.14
+
+
+_populated_bytes = 0  # by reading_ahead, for weights that are still to be planned
 
 
 def host_room_bytes() -> int:
-    """What can still be allocated."""
-    return min(_available_bytes(), _cgroup_room_bytes(), _address_room_bytes())
+    """What can still be allocated, with what `reading_ahead` has got."""
+    return min(_available_bytes(), _cgroup_room_bytes(), _address_room_bytes()) + _populated_bytes
 
 
 def host_bytes() -> int:
@@ -85,3 +98,54 @@ def _address_room_bytes() -> int:
     except OSError:
         mapped_bytes = 0
     return max(0, limit_bytes - mapped_bytes)
+
+
+@contextmanager
+def reading_ahead(file: Path, gets_memory: bool) -> Iterator[mmap.mmap | None]:
+    """Read a file into the page cache in another thread, and in a second one get large pages for what it holds.
+
+    Yields private memory for the file's bytes, to write to, with its pages or not; None: there is not twice as much, or
+    the system is not Linux.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    global _populated_bytes
+    is_ending = threading.Event()
+    with file.open("rb", buffering=0) as opened:
+        size_bytes = os.fstat(opened.fileno()).st_size
+        work, memory = [partial(_read, opened, is_ending)], None
+        if gets_memory and sys.platform == "linux" and 2 * size_bytes <= host_room_bytes():
+            memory = mmap.mmap(-1, (size_bytes // PAGE_BYTES + 2) * PAGE_BYTES, mmap.MAP_PRIVATE)
+            work.append(partial(_populate, memory, is_ending))
+        threads = [threading.Thread(target=one, daemon=True) for one in work]
+        for thread in threads:
+            thread.start()
+        try:
+            yield memory
+        finally:
+            is_ending.set()
+            for thread in threads:
+                thread.join()
+            _populated_bytes = 0
+
+
+def _read(file: io.FileIO, is_ending: threading.Event) -> None:
+    buffer = bytearray(READ_BYTES)
+    with suppress(OSError):  # told where the weights are read
+        while not is_ending.is_set() and file.readinto(buffer):
+            pass
+
+
+def _populate(memory: mmap.mmap, is_ending: threading.Event) -> None:
+    global _populated_bytes
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    first, end = -(-address // PAGE_BYTES) * PAGE_BYTES, (address + len(memory)) // PAGE_BYTES * PAGE_BYTES
+    advise = ctypes.CDLL(None).madvise  # without the GIL, which Python's holds
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    advise(first, end - first, MADV_HUGEPAGE)
+    for start in range(first, end, STEP_BYTES):
+        step = min(STEP_BYTES, end - start)
+        if is_ending.is_set() or advise(start, step, MADV_POPULATE_WRITE):
+            return
+        _populated_bytes += step

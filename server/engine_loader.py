@@ -10,8 +10,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 LOCAL_KV_SHARE = 0.25  # of what a model's weights leave of the bound of all local models
 ROWS_IN_8_BITS = "rows in 8 bits"  # doctor --quality: a GGUF file's blocks as stored
 KV_IN_8_BITS = "keys and values in 8 bits"
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")  # one of them is there where torch may find a GPU
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
 
@@ -154,7 +156,10 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
         inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
     ) -> LoadedEngine:
         try:
-            return _load(config, inbox, deliver, report_stage)
+            report_stage("finding the model's files")
+            path = model_path(config)
+            with _reading_ahead(config, path) as memory:
+                return _load(config, path, memory, inbox, deliver, report_stage)
         except Exception as error:
             refused = as_memory_error(error)
             if refused is None:
@@ -164,11 +169,29 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
     return load
 
 
+def _reading_ahead(config: ServerConfig, path: Path) -> AbstractContextManager[mmap | None]:
+    """Of a GGUF file whose blocks stay as they are: memory for them, while torch is imported."""
+    from gpu.host_memory import reading_ahead
+
+    if not (is_gguf(path) and path.is_file()):
+        return nullcontext()
+    has_gpu = config.device == "auto" and any(map(os.path.exists, GPU_FILES))
+    is_alone = config.draft is None and config.quantize is None and config.tensor_parallel == 1
+    return reading_ahead(path, gets_memory=is_alone and not has_gpu and config.device != "cuda")
+
+
 def _load(
-    config: ServerConfig, inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
+    config: ServerConfig,
+    path: Path,
+    memory: mmap | None,
+    inbox: Inbox,
+    deliver: Callable[[StepDelivery], None],
+    report_stage: Callable[[str], None],
 ) -> LoadedEngine:
-    report_stage("finding the model's files")
-    path = model_path(config)
+    """
+    Args:
+        memory: that weights may take first.
+    """
     report_stage("reading the model's files")
     files, model = _read_model(config, path)
     files = _with_compiler(files)  # before torch and weights, which use the memory that it frees
@@ -179,11 +202,13 @@ def _load(
     report_stage("importing torch")
     check_address_space()
     from gpu import cache_files
-    from gpu.device import drop_code_pages, trim_heap
+    from gpu.device import drop_code_pages, huge_pages, trim_heap
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
     cache_files.uses_kept_code = True
+    if memory is not None:
+        huge_pages.begin_with(memory)
     engine = config.to_engine_config()
     draft_model: DraftModel | None = None
     if draft is not None and isinstance(model, ModelConfig):  # before the other, so that its memory is taken
@@ -214,6 +239,7 @@ def _load(
     if read_adapter is not None and config.loras:
         report_stage("loading adapters")
         adapters = tuple((one.name, one.path.resolve().name, read_adapter(one.path)) for one in config.loras)
+    huge_pages.release_rest()
     trim_heap()  # and what only starting needed of libraries
     drop_code_pages()
     return LoadedEngine(loaded, files, facts, scheduler.stats(), adapters, read_adapter)
