@@ -75,7 +75,7 @@ MAX_DIGITS = 200
 _DIGITS = b"0123456789"
 # A number as far as it goes, with an exponent or very long
 _LONG_NUMBER = re.compile(rb"[\s:,\[=(>]-?[0-9.]+[eE][+-]?([0-9]*)\Z|(?:[\s:,\[=(>]-?|\A)[0-9.]{%d,}\Z" % MAX_DIGITS)
-_TOO_LARGE = re.compile(rb"[0-9.]*[eE][+-]?[0-9]{3}")
+_TOO_LARGE = re.compile(rb"[eE][+-]?[0-9]{3}")
 _UNSATISFIABLE = "nsatisfiable"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
@@ -89,11 +89,13 @@ class NumberBounds:
     def __init__(self, token_bytes: Sequence[bytes], num_words: int) -> None:
         self._token_bytes = token_bytes
         self._letter = next((i for i, one in enumerate(token_bytes) if one == b"q"), None)  # never in a number
-        digits = np.zeros(num_words * 32, np.int32)
-        digits[: len(token_bytes)] = [len(one) - len(one.lstrip(_DIGITS)) for one in token_bytes]
+        digits, tokens = np.zeros(num_words * 32, np.int32), [*token_bytes]
+        digits[: len(tokens)] = [len(one) - len(one.lstrip(_DIGITS)) for one in tokens]
         self._with_digits = [_packed(digits <= most) for most in range(3)]  # at their beginning
-        digits[: len(token_bytes)] = [_TOO_LARGE.search(one) is not None for one in token_bytes]
-        self._finite = _packed(digits == 0) if digits.any() else None
+        self._finite = None
+        if _TOO_LARGE.search(b"\n".join(tokens)):
+            digits[: len(tokens)] = [_TOO_LARGE.search(one) is not None for one in tokens]
+            self._finite = _packed(digits == 0)
 
     def narrow(self, mask: Int32Array, token_ids: Sequence[int]) -> None:
         """mask: of the token behind these."""
@@ -295,16 +297,17 @@ class GrammarCompiler:
         token_bytes, special_ids, eos_ids = vocabulary.token_bytes, vocabulary.special_ids, vocabulary.eos_ids
         self._vocabulary = vocabulary
         self.most_tokens = most_tokens
-        self._longest = max(map(len, token_bytes))  # token's
         if not eos_ids:  # the library needs one: a token beyond the model's
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
         self._num_words = -(-len(token_bytes) // 32)
         self._numbers = NumberBounds(token_bytes, self._num_words)
         self._alone = WeakSet[GrammarState]()
-        self._punctuation = [i for i, one in enumerate(token_bytes) if len(one) == 1 and one in b'"{}[]:,']
+        tokens = [*token_bytes]
+        self._longest = max(map(len, tokens))  # token's
+        self._punctuation = [i for i, one in enumerate(tokens) if len(one) == 1 and one in b'"{}[]:,']
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Tokenizer(token_bytes, special_ids, eos_ids[0], encode)),
+            TokenizerWrapper(_Tokenizer(tokens, special_ids, eos_ids[0], encode)),
             len(token_bytes),
             list(eos_ids),
             [*slices],

@@ -101,15 +101,17 @@ class Tokenizer:
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))
         _cut_long_pieces(backend)
         self._backend = backend
-        # ids are below it; the logits may be wider
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        texts = {token_id: token for token, token_id in backend.get_vocab(with_added_tokens=True).items()}
+        texts |= {token_id: token.content for token_id, token in added.items()}
+        self.vocab_size = max(texts, default=-1) + 1  # ids are below it; the logits may be wider
         self._num_computable = (
             num_embeddings if num_embeddings is not None and num_embeddings < self.vocab_size else None
         )
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_id = self.id_of(self.special_tokens.get("bos_token"))
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
-        all_bytes = [to_bytes(self.str_of(token_id)) for token_id in range(self.vocab_size)]
+        all_bytes = [to_bytes(texts.get(token_id, "")) for token_id in range(self.vocab_size)]
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
         self.table = TokenTable(self.full_table.token_bytes, strip_start, self.special_ids)  # for answers
         self._breakers: dict[tuple[str, ...], Breakers] = {}
@@ -705,18 +707,24 @@ def _sentencepiece_bytes(token: str) -> bytes:
     return bytes([int(match[1], 16)]) if match else _metaspace_bytes(token)
 
 
-def _byte_of_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 onwards, in order."""
+_NO_BYTE = "\N{REPLACEMENT CHARACTER}"
+
+
+def _bytes_of_characters() -> dict[int, int | str]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 onwards, in order.
+
+    As str.translate takes it: these have no meaning as what they are.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+    return {value: _NO_BYTE for value in others} | {256 + n: value for n, value in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_of_characters()
+_BYTES_OF_CHARACTERS = _bytes_of_characters()
 
 
 def _byte_level_bytes(token: str) -> bytes:
     try:
-        return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-    except KeyError:  # an added token, written as it is
+        return token.translate(_BYTES_OF_CHARACTERS).encode("latin-1")
+    except UnicodeEncodeError:  # an added token, written as it is
         return token.encode()

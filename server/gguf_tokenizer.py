@@ -233,15 +233,13 @@ def _stored_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> lis
     merges = metadata.get("tokenizer.ggml.merges")
     if not _is_list_of(merges, str):
         raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
-    return [_merge(merge, vocab) for merge in merges]
-
-
-def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
-    space = merge.find(" ", 1)
-    left, right = merge[:space], merge[space + 1 :]
-    if space < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-        raise _bad_tokenizer(f"the merge {merge!r} is not of two tokens to a third")
-    return left, right
+    spaces = [merge.find(" ", 1) for merge in merges]
+    pairs = [(merge[:space], merge[space + 1 :]) for merge, space in zip(merges, spaces, strict=True)]
+    for (left, right), space in zip(pairs, spaces, strict=True):
+        if space < 0 or left not in vocab or right not in vocab or left + right not in vocab:
+            merge = right if space < 0 else f"{left} {right}"
+            raise _bad_tokenizer(f"the merge {merge!r} is not of two tokens to a third")
+    return pairs
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
@@ -326,7 +324,7 @@ def _tokenizer_config(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dic
 
 
 def _is_list_of(value: Any, kind: type[Item]) -> TypeGuard[list[Item]]:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {kind}
 
 
 def _bad_tokenizer(cause: str) -> BadCheckpoint:
