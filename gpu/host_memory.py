@@ -20,7 +20,7 @@ CGROUP = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS, PROCESS_SIZES = Path("/proc/self/cgroup"), Path("/proc/self/statm")
 UNLIMITED = 1 << 62
 PAGE_BYTES = 2 * 1024**2  # large ones
-STEP_BYTES, READ_BYTES = 8 * PAGE_BYTES, 1024**2  # at a time
+READ_BYTES = 4 * 1024**2  # at a time
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # madvise(2); the second since Linux 5.14
 
 
@@ -144,8 +144,7 @@ def _populate(memory: mmap.mmap, is_ending: threading.Event) -> None:
     advise = ctypes.CDLL(None).madvise  # without the GIL, which Python's holds
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     advise(first, end - first, MADV_HUGEPAGE)
-    for start in range(first, end, STEP_BYTES):
-        step = min(STEP_BYTES, end - start)
-        if is_ending.is_set() or advise(start, step, MADV_POPULATE_WRITE):
+    for start in range(first, end, PAGE_BYTES):  # one by one: what else wants to map memory waits
+        if is_ending.is_set() or advise(start, PAGE_BYTES, MADV_POPULATE_WRITE):
             return
-        _populated_bytes += step
+        _populated_bytes += PAGE_BYTES

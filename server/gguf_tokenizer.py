@@ -3,7 +3,6 @@
 Source: llama.cpp, src/llama-vocab.cpp (names of pre-tokenizers, defaults); the tokenizers that models came with.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
@@ -120,8 +119,8 @@ _ALIASES = {
 }
 
 
-def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, dict[str, Any]]:
-    """The contents of tokenizer.json and of tokenizer_config.json.
+def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What tokenizer.json and tokenizer_config.json would decode to.
 
     Args:
         vocab_size: rows of the embedding, which limit the tokens.
@@ -147,7 +146,7 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
     config = _tokenizer_config(metadata, tokens)
     config["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
     config["add_eos_token"] = metadata.get("tokenizer.ggml.add_eos_token", False)
-    return json.dumps(content), config
+    return content, config
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:

@@ -360,7 +360,7 @@ class _Contents:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tokenizer_config: dict[str, Any]
-    tokenizer_json: str
+    tokenizer_json: str | Mapping[str, Any]
     template_sources: dict[str, str]
     keys: dict[str, str]
 

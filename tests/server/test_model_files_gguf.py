@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from core.config_json import parse_model_config
 from core.errors import ExitCode, StartupError, UnsupportedModel
 from core.gguf import parse_gguf
+from core.tokenizer import Tokenizer as OwnTokenizer
 from server import gguf_tokenizer
 from server.model_files import parse_config, read_model_files
 from tests.core.small_tokenizers import TEXT, byte_level, sentencepiece
@@ -367,6 +368,24 @@ def test_tensors_that_overlap_or_are_not_aligned_are_refused(moved: int, tmp_pat
     changed = whole[:place] + struct.pack("<Q", second - start + moved) + whole[place + 8 :]
     with pytest.raises(StartupError, match="overlaps another, or does not begin at a multiple of 32 bytes"):
         parse_gguf(memoryview(changed), "m")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_tokenizer_that_was_read_is_the_one_that_its_json_would_be(kind: str) -> None:
+    tokens = ["<unk>", "<s>", "<0x0A>", "a", "b", "ab", "▁", "▁a", "x y"]
+    types = [gguf_tokenizer.UNKNOWN, gguf_tokenizer.CONTROL, gguf_tokenizer.BYTE, *[gguf_tokenizer.NORMAL] * 5]
+    metadata = {
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*types, gguf_tokenizer.USER_DEFINED],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -1.0, -2.0, -3.0, -4.0, -5.0, 0.0],
+    }
+    content, config = gguf_tokenizer.tokenizer_files(metadata, len(tokens))
+    read, parsed = OwnTokenizer(content, config), OwnTokenizer(json.dumps(content), config)
+    assert json.loads(read._backend.to_str()) == json.loads(parsed._backend.to_str())
+    assert read.special_ids == parsed.special_ids
+    assert [read.bytes_of(number) for number in range(9)] == [parsed.bytes_of(number) for number in range(9)]
 
 
 HUGE = struct.pack("<Q", 2**60)
