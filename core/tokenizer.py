@@ -5,6 +5,7 @@ Thread: loop; `encode` of long texts may be offloaded, and may run in several th
 
 import itertools
 import json
+import marshal
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -95,7 +96,8 @@ class Tokenizer:
         user_turn: str = "",
     ) -> None:
         config = tokenizer_config or {}
-        self.digest = sha256(repr((tokenizer_json, config)).encode()).hexdigest()
+        content: Any = tokenizer_json, config
+        self.digest = sha256(marshal.dumps(content, 2)).hexdigest()  # 2: the same in every process
         self.special_tokens = named_special_tokens(config)  # e.g. {"bos_token": "<s>"}
         backend = _load(tokenizer_json, config, self.special_tokens)
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))

@@ -253,6 +253,7 @@ class Server:
         try:
             loaded = load(inbox, deliver, self._report_stage)
         finally:
+            gc.freeze()
             gc.enable()
         if self._kv_events is not None:
             loaded.engine.tell_blocks(self._kv_events.put)
