@@ -59,6 +59,25 @@ def shapes_of(name: str) -> list[tuple[int, int]]:
     return [(64, 256), (70, elements), (200, 5 * elements), (128, 768)]
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name in BLOCKS])
+def test_a_block_of_64_outputs_has_each_field_of_all_of_them_and_zeros_for_those_that_are_missing(name: str) -> None:
+    found = FORMATS[name]
+    for num_out, num_in in shapes_of(name):
+        stored = random_blocks(name, num_out, num_in)
+        wide = torch.zeros(-(-num_out // 64) * 64, *stored.shape[1:], dtype=torch.uint8)
+        wide[:num_out] = stored
+        if found.signed is not None:
+            wide.view(-1, found.size_bytes)[: num_out * num_in // found.elements, found.signed :] ^= 128
+        blocks = wide.view(-1, 64, num_in // found.elements, found.size_bytes).transpose(1, 2)
+        fields = [
+            blocks[..., first : first + width]  # [64 outputs, blocks, 64, bytes]
+            for width, count, place in found.fields
+            for first in range(place, place + width * count, width)
+        ]
+        wanted = torch.cat([field.flatten(2) for field in fields], 2)
+        assert torch.equal(pack_blocks(name, stored).packed, wanted)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_the_files_numbers_bit_by_bit(name: str) -> None:
     for shape in shapes_of(name):
