@@ -5,7 +5,6 @@ Thread: loop; `encode` of long texts may be offloaded, and may run in several th
 
 import itertools
 import json
-import marshal
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -13,6 +12,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
@@ -96,8 +96,7 @@ class Tokenizer:
         user_turn: str = "",
     ) -> None:
         config = tokenizer_config or {}
-        content: Any = tokenizer_json, config
-        self.digest = sha256(marshal.dumps(content, 2)).hexdigest()  # 2: the same in every process
+        self.digest = sha256(msgspec.msgpack.encode(tokenizer_json) + repr(config).encode()).hexdigest()
         self.special_tokens = named_special_tokens(config)  # e.g. {"bos_token": "<s>"}
         backend = _load(tokenizer_json, config, self.special_tokens)
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))

@@ -167,7 +167,7 @@ def test_what_core_may_not_do_is_found(source: str) -> None:
     assert core_faults(source)
 
 
-def test_only_the_engine_three_writers_of_files_and_a_publisher_start_threads() -> None:
+def test_only_the_engine_three_writers_of_files_a_publisher_and_who_reads_ahead_start_threads() -> None:
     """Of what serves; `steploop chat` serves beside its own loop, and guards a terminal's line.
 
     The process that tries grammars out has one thread, for its stack. What decodes bodies has a lock alone.
@@ -190,6 +190,7 @@ def test_only_the_engine_three_writers_of_files_and_a_publisher_start_threads() 
         "server/ledger/journal.py",
         "server/observing/kv_events.py",
         "server/observing/logs.py",
+        "gpu/host_memory.py",
         "gpu/kv_store.py",
     ]
 
