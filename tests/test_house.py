@@ -16,24 +16,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_810, 36),
-    "server/api": (6290, 19),
-    "server/batches": (970, 3),
-    "server/commands": (2360, 13),
-    "server/gate": (2875, 8),
-    "server/ledger": (2045, 7),
-    "server/listening": (1240, 5),
-    "server/observing": (2650, 10),
-    "server/upstream": (1690, 6),
-    "server/wire": (4910, 15),
-    "core": (18_820, 46),
-    "gpu": (12_920, 37),
+    "server": (14_600, 36),
+    "server/api": (6230, 19),
+    "server/batches": (945, 3),
+    "server/commands": (2315, 13),
+    "server/gate": (2870, 8),
+    "server/ledger": (2030, 7),
+    "server/listening": (1235, 5),
+    "server/observing": (2640, 10),
+    "server/upstream": (1675, 6),
+    "server/wire": (4855, 15),
+    "core": (18_785, 46),
+    "gpu": (13_025, 37),
     "gpu/cpu_kernels": (5600, 15),
     "gpu/kernels": (3400, 8),
     "gpu/parallel": (770, 5),
-    "bench": (10_490, 39),
+    "bench": (10_590, 39),
 }
-TEST_LINES = 73_885
+TEST_LINES = 74_120
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
