@@ -7,6 +7,7 @@ takes too long, and end with ours. Threads: loop for the queue; those of compili
 
 import asyncio
 import logging
+import math
 import os
 import resource
 import subprocess
@@ -34,6 +35,7 @@ from server.own_processes import start_module
 logger = logging.getLogger(__name__)
 
 MAX_COMPILE_S = 1.0  # a refusal comes within 2 s, also on a busy machine
+MAX_CPU_S = 2  # of one that is compiled: after kill -9 of the server nothing else ends it
 MAX_ANEW_S = 0.1  # of a thread's time: to compile again while answers wait, for one that needs it
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
@@ -275,6 +277,7 @@ def _serve(vocabulary_file: int, most_tokens: int | None, line: "Connection[byte
         except (EOFError, ConnectionError):  # the server has ended
             return
         refusal = None
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MAX_CPU_S, resource.RLIM_INFINITY))
         try:
             compiler.compile(spec)
         except InvalidRequest as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(grammar_guard, "MAX_COMPILE_S", 0.0)  # nothing is ready at once
     with pytest.raises(InvalidRequest, match="takes too long"):
         guarded.compile(json_schema({"type": "integer", "multipleOf": 999_983}, "guided_json"))
+
+
+def test_a_process_that_nobody_ends_compiles_for_some_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded = compiler()
+    monkeypatch.setattr(grammar_guard, "MAX_COMPILE_S", 120.0)  # a server that was killed does not look at its watch
+    guarded.prepare()
+    (worker,) = guarded._workers
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        guarded.compile(json_schema({"type": "integer", "multipleOf": 8_888_881}, "guided_json"))
+    assert worker._process.wait(120) == -signal.SIGXCPU
 
 
 def test_refusals_are_the_librarys() -> None:
