@@ -10,10 +10,12 @@ neither torch nor numba. Thread: engine (at start), or main.
 import json
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -27,6 +29,7 @@ Found = TypeVar("Found")
 NOWHERE = Path(os.devnull)  # no directory: no file below it can exist or be written
 NUMBA_VARIABLE = "NUMBA_CACHE_DIR"  # numba reads it when it is imported
 KERNELS = Path(__file__).parent / "cpu_kernels"
+CODE_PREFIX, MOST_UNUSED_S = "code-", 90 * 86_400
 logger = logging.getLogger(__name__)
 
 
@@ -62,12 +65,21 @@ def read_kept(path: Path, parse: Callable[[Any], Found]) -> dict[str, dict[str, 
 
 
 def write_kept(path: Path, content: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the file atomically: other processes may read or write it."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(content, file, indent=1)
-        os.replace(file.name, path)
+        replace_file(path, json.dumps(content, indent=1).encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace the file atomically: other processes may read or write it. Raises OSError: it cannot be written."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
 
 
 @cache
@@ -116,9 +128,10 @@ def compile_apart(groups: Sequence[Sequence[str]], cpu: str) -> int:
     directory = next(filter(_can_write, _kernel_directories()), None)
     if directory is None:
         return 0
-    sources = [(path.name, path.stat().st_mtime_ns) for path in sorted(KERNELS.glob("*.py"))]  # as numba has it
+    sources = [(path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(KERNELS.glob("*.py"))]
     told = sources, version("numba"), version("llvmlite"), sys.version, cpu
-    code = directory / f"code-{sha256(repr(told).encode()).hexdigest()[:32]}"
+    code = directory / f"{CODE_PREFIX}{sha256(repr(told).encode()).hexdigest()[:32]}"
+    _remove_unused(code)
     running, is_whole = [], True
     for group in groups:
         if not (marker := code / f"has-{'-'.join(group)}").exists():
@@ -134,6 +147,15 @@ def compile_apart(groups: Sequence[Sequence[str]], cpu: str) -> int:
     if uses_kept_code and is_whole and "numba" not in sys.modules:
         _kept = code
     return len(running)
+
+
+def _remove_unused(code: Path) -> None:
+    """Remove code that no start has used for long: of other versions and CPUs."""
+    with suppress(OSError):
+        for old in code.parent.glob(f"{CODE_PREFIX}*"):
+            if old != code and old.stat().st_mtime < time.time() - MOST_UNUSED_S:
+                shutil.rmtree(old, ignore_errors=True)
+        os.utime(code)
 
 
 def compile_missing(name: str) -> None:

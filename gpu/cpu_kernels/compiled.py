@@ -6,9 +6,13 @@ links. One that is missing is compiled in another process. Elsewhere the names a
 """
 
 import ctypes
+import logging
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,7 +62,10 @@ define void @NRT_MemInfo_call_dtor(ptr %info) {
   ret void
 }
 """
+logger = logging.getLogger(__name__)
+
 FAILURE = "numba_"  # functions that raise a kernel's errors, of which there are none
+DIGEST_BYTES = 32  # SHA-256
 
 
 class _Unneeded(type):
@@ -95,11 +102,12 @@ class KeptKernel:
         directory = cache_files.kept_code()
         assert directory is not None
         file = directory / f"{self._name}.o"
-        if not file.exists():
+        if (code := _read(file)) is None:
             cache_files.compile_missing(self._wanted)
-        if not file.exists():
-            raise RuntimeError(f"{file} is missing: the kernel could not be compiled.")
-        return _linked(file.read_bytes())
+            code = _read(file)
+        if code is None:
+            raise RuntimeError(f"{file} cannot be read, and compiling the kernel again did not write it.")
+        return _linked(code)
 
 
 compiled: dict[str, Any] = {}
@@ -125,15 +133,32 @@ def kernel(num_numbers: int = 1, variant: str = "") -> Callable[[Callable[..., N
 
 
 def keep_compiled(directory: Path) -> None:
-    """Write the code of this process's kernels, those that need nothing but what is loaded with it."""
+    """Write the code of this process's kernels, each behind its hash.
+
+    Raises:
+        OSError: it cannot be written.
+        RuntimeError: a kernel needs what is not loaded with its code.
+    """
     directory.mkdir(mode=0o700, exist_ok=True)
     for name, found in compiled.items():
         numba_cache, context = found._cache, found._targetdescr.target_context
-        (_, _, (code, _)), *_ = numba_cache._cache_file.load(numba_cache._index_key(found._sig, context.codegen()))
-        if all(map(_can_find, _undefined(code))):
-            aside = directory / f"{name}.aside"
-            aside.write_bytes(code)
-            aside.replace(directory / f"{name}.o")
+        kept = numba_cache._cache_file.load(numba_cache._index_key(found._sig, context.codegen()))
+        if kept is None:
+            raise OSError(f"numba could not keep {name}")
+        (_, _, (code, _)), *_ = kept
+        if missing := [symbol for symbol in _undefined(code) if not _can_find(symbol)]:
+            raise RuntimeError(f"{name} needs {', '.join(missing)}")
+        cache_files.replace_file(directory / f"{name}.o", sha256(code).digest() + code)
+
+
+def _read(file: Path) -> bytes | None:
+    """A kernel's code; None: there is none, or it is damaged."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return code if sha256(code).digest() == digest else None
 
 
 def _linked(code: bytes) -> int:
@@ -182,6 +207,18 @@ def _symbols(code: bytes) -> list[tuple[str, bool]]:
     ]
 
 
+@contextmanager
+def _or_missing(cache: Any) -> Iterator[None]:
+    """numba's guard of the files that it keeps: one that is damaged, or cannot be written, counts as missing."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("compiled kernels cannot be kept: %s", error)
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError):
+        with suppress(OSError):
+            cache.flush()
+
+
 def _as_it_is(**options: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return lambda function: function
 
@@ -190,9 +227,11 @@ IS_KEPT = cache_files.kept_code() is not None
 if not IS_KEPT:
     from llvmlite import ir
     from numba import carray, cfunc, njit, types
-    from numba.core import cgutils
+    from numba.core import caching, cgutils
     from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
     from numba.extending import intrinsic, lower_builtin, models, register_model
+
+    caching.Cache._guard_against_spurious_io_errors = _or_missing
 else:
     njit, nothing = _as_it_is, cast(Any, Unneeded)
     carray = cgutils = intrinsic = ir = types = nothing

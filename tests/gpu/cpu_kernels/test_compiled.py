@@ -56,14 +56,58 @@ def test_kept_code_computes_the_same_without_numba(code: Path, tmp_path: Path) -
     assert all(map(torch.equal, torch.load(file), wanted))
 
 
-def test_code_that_is_missing_is_compiled_apart(code: Path, tmp_path: Path) -> None:
+def test_code_that_is_missing_or_damaged_is_compiled_apart(code: Path, tmp_path: Path) -> None:
     x, file = torch.zeros(1, NUM_IN), tmp_path / "x"
     torch.save(x, file)
-    gone = {f"block_matmul.{name}.o" for name in ("gather_rows", f"multiply.{FORMAT}")}
-    for name in gone:
-        (code / name).unlink()
+    gone, cut, other = (code / f"block_matmul.{name}.o" for name in ("gather_rows", f"multiply.{FORMAT}", "pack"))
+    whole = {path: path.read_bytes() for path in (gone, cut, other)}
+    gone.unlink()
+    cut.write_bytes(whole[cut][:5000])
+    other.write_bytes(bytes(len(whole[other])))
     assert run("-c", WITHOUT_NUMBA, str(code), str(file)) == "False"
-    assert {path.name for path in code.iterdir()} >= gone
+    assert {path: path.read_bytes() for path in whole} == whole
+
+
+TINY = "from gpu.cpu_kernels.compiled import kernel\n@kernel()\ndef tiny(at):\n    pass\n"
+KEEP_TINY = """
+import resource, sys
+from pathlib import Path
+most_bytes = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+sys.path.append(sys.argv[1])
+import tiny
+from gpu.cpu_kernels.compiled import keep_compiled
+try:
+    keep_compiled(Path(sys.argv[1], "code"))
+except OSError:
+    print("not kept")
+else:
+    print(tiny.tiny.address != 0)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
+    (tmp_path / "tiny.py").write_text(TINY)
+    return tmp_path
+
+
+def test_a_damaged_file_of_numbas_is_compiled_anew(tiny: Path) -> None:
+    assert run("-c", KEEP_TINY, str(tiny), str(2**30)) == "True"
+    (code,) = tiny.glob("code/*")
+    for kind in ("nbc", "nbi"):
+        (kept,) = tiny.glob(f"numba/**/*.{kind}")
+        kept.write_bytes(kept.read_bytes()[:100])
+        code.unlink()
+        assert run("-c", KEEP_TINY, str(tiny), str(2**30)) == "True"
+        assert code.exists()
+
+
+def test_where_nothing_can_be_written_kernels_are_compiled_all_the_same(tiny: Path) -> None:
+    """A limit of the size of files, as a full disk: nothing is kept."""
+    assert run("-c", KEEP_TINY, str(tiny), "100") == "not kept"
+    assert not [path for folder in ("code", "numba") for path in tiny.glob(f"{folder}/**/*.*")]
 
 
 def test_a_kernel_of_what_no_process_can_find_is_not_kept() -> None:
