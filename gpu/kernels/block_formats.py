@@ -211,7 +211,7 @@ def _weights(four, scale, minimum, layout, IS_SECOND: tl.constexpr):
     if layout.NUMBERS == "e2m1":  # as float32's own first bits, whose exponent is 127 too small, once more for its half
         four = four << (20 if IS_SECOND else 28)
         number = (four & SIGN | four >> 6 & 0x01C00000).to(tl.float32, bitcast=True) * HALF_OF_E2M1
-        return number * scale
+        return number * scale + 0.0  # so that the zero of either sign is +0.0, as a file's one is dequantised
     if layout.NUMBERS == "iq4":
         bits = _looked_up((four >> 8 if IS_SECOND else four) & 15) | FIRST_BITS
     elif IS_SECOND:
