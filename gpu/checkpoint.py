@@ -205,8 +205,9 @@ def _with_fp8(checkpoint: Checkpoint, packing: Fp8Config) -> Checkpoint:
         scale = tensors.pop(f"{name}{scales[0]}")
         if scale.format not in FLOAT_BYTES or not is_scale_of(values.shape, scale.shape, packing):
             found, asked = f"{list(scale.shape)} as {scale.format}", described_scales(values.shape, packing)
-            raise bad_checkpoint(
-                f"{scale.file}: {name}{scales[0]} is {found}; config.json and its weight ask for {asked}."
+            raise BadCheckpoint(
+                f"{scale.file}: {name}{scales[0]} is {found}; config.json and its weight ask for {asked}.",
+                f"store the scales so, in {', '.join(FLOAT_BYTES)}, or name the plain model with --quantize fp8.",
             )
         parts = {"weight": values, scales[0]: scale}
         size_bytes = values.size_bytes + scale.size_bytes

@@ -186,7 +186,7 @@ class Fp8Weight:
         *stack, num_out, num_in = values.shape
         if packing.block is not None:
             return cls(values, scales, packing.block)
-        scales = scales.reshape(*stack, -1, 1)
+        scales = scales.reshape(*stack, -1, 1) if scales.numel() > 1 else scales.expand(*stack, 1, 1)
         return cls(values, scales, (num_out // max(1, scales.shape[-2]), num_in))
 
     def floats(self, dtype: torch.dtype) -> Tensor:
@@ -216,12 +216,16 @@ class Fp8Weight:
 
 
 def is_scale_of(shape: tuple[int, ...], scale_shape: tuple[int, ...], packing: Fp8Config) -> bool:
-    """Whether a tensor of scales is for a matrix [out, in], or a stack [..., out, in]."""
+    """Whether a tensor of scales is for a matrix [out, in], or a stack [..., out, in].
+
+    Without blocks it may be one scale, one for each matrix of a stack, or one for each output, with or without
+    dimensions of 1 at the end.
+    """
     *stack, num_out, _ = shape
     if packing.block is not None:
         return scale_shape == _num_blocks(shape, packing.block)
-    shorter = () if stack else ((), (1,), (num_out,))
-    return scale_shape in ((*stack, 1, 1), (*stack, num_out, 1), *shorter)
+    whole = ((), (1,), (1, 1), (*stack,), (*stack, 1), (*stack, 1, 1))
+    return scale_shape in (*whole, (*stack, num_out), (*stack, num_out, 1))
 
 
 def described_scales(shape: tuple[int, ...], packing: Fp8Config) -> str:
@@ -229,7 +233,7 @@ def described_scales(shape: tuple[int, ...], packing: Fp8Config) -> str:
     *stack, num_out, _ = shape
     if packing.block is not None:
         return f"{list(_num_blocks(shape, packing.block))}"
-    return f"{[*stack, 1, 1] if stack else 'one'}, or {[*stack, num_out, 1]}"
+    return ", or ".join(["one", *([str(stack)] if stack else []), f"{[*stack, num_out, 1]}"])
 
 
 def _num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

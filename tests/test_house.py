@@ -27,13 +27,13 @@ BUDGETS = {
     "server/upstream": (1675, 6),
     "server/wire": (4855, 15),
     "core": (18_785, 46),
-    "gpu": (13_045, 37),
+    "gpu": (13_050, 37),
     "gpu/cpu_kernels": (5645, 15),
     "gpu/kernels": (3400, 8),
     "gpu/parallel": (770, 5),
     "bench": (10_590, 39),
 }
-TEST_LINES = 74_175
+TEST_LINES = 74_225
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -287,6 +287,52 @@ def test_stacked_experts_are_those_that_lie_apart(
         assert torch.equal(as_floats(weight), as_floats(wanted[name]))
 
 
+OF_STACKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "one each": ("whole", lambda scale: scale.reshape(6)),
+    "one each, as columns": ("whole", lambda scale: scale.reshape(6, 1)),
+    "one each, as matrices": ("whole", lambda scale: scale.reshape(6, 1, 1)),
+    "one": ("whole", lambda scale: scale[0].clone()),
+    "a vector of one": ("whole", lambda scale: scale[:1].clone()),
+    "of outputs": ("compressed channels", lambda scale: scale.reshape(6, -1)),
+}
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("shape", OF_STACKS)
+def test_experts_in_one_tensor_have_scales_of_any_shape_that_fits(
+    shape: str, is_kept: bool, model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name, change = OF_STACKS[shape]
+    stored, floats = fp8_files.save_pair(model_directory("granite_hybrid"), tmp_path, SCHEMES[name], "router")
+    of_stacks = dict[str, Tensor]()
+
+    def reshape(tensors: Tensors) -> None:
+        for weight, values in list(tensors.items()):
+            if values.dim() == 3 and values.dtype == torch.float8_e4m3fn:
+                end = "_scale_inv" if f"{weight}_scale_inv" in tensors else "_scale"
+                scale = tensors[weight + end] = change(tensors[weight + end])
+                of_stacks[weight] = values.float() * scale.float().reshape(min(6, scale.numel()), -1, 1)
+
+    change_tensors(stored, reshape)
+    assert len(of_stacks) == 6
+    change_tensors(floats, lambda tensors: tensors.update(of_stacks))
+    found, wanted = loaded_matrices(load(stored, is_kept)), loaded_matrices(load(floats, False))
+    for matrix, weight in found.items():
+        assert isinstance(weight, QuantizedWeight) is is_kept
+        torch.testing.assert_close(as_floats(weight), wanted[matrix], rtol=2e-7, atol=0)
+
+
+def test_scales_of_fewer_experts_are_refused_with_what_would_fit(
+    model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    stored, _ = fp8_files.save_pair(model_directory("granite_hybrid"), tmp_path, WHOLE, "router")
+    name = "model.layers.0.block_sparse_moe.input_linear.weight_scale_inv"
+    change_tensors(stored, lambda tensors: tensors.update({name: torch.ones(5)}))
+    with pytest.raises(BadCheckpoint, match=r"is \[5\] as F32; .* ask for one, or \[6\], or \[6, 48, 1\]") as error:
+        load(stored, True)
+    assert error.value.fix.startswith("store the scales so, in")
+
+
 def test_what_a_delta_net_does_not_quantise_is_counted(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
     stored, _ = fp8_files.save_pair(model_directory("qwen3_next"), tmp_path, SCHEMES["compressed channels"], STEPS)
     config = parse_model_config(read_config(stored))
