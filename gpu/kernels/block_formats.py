@@ -72,20 +72,8 @@ def _layout(
     numbers: str = "plain",
 ) -> BlockLayout:
     found = FORMATS[name]
-    return BlockLayout(
-        SIZE=found.size_bytes,
-        ELEMENTS=found.elements,
-        BITS=bits,
-        UNIT=unit,
-        LOW=low,
-        HIGHS=highs,
-        HIGH=high,
-        NUMBERS=numbers,
-        GROUP=found.group,
-        SCALES=scales,
-        HAS_MINIMA=found.has_minima,
-        MIDDLE=found.middle,
-    )
+    stored = (found.size_bytes, found.elements, bits, unit, low, highs, high, numbers)
+    return BlockLayout(*stored, found.group, scales, found.has_minima, found.middle)
 
 
 LAYOUTS = {
