@@ -207,13 +207,19 @@ def _symbols(code: bytes) -> list[tuple[str, bool]]:
     ]
 
 
+@cache
+def _tell(cause: str) -> None:
+    """Once, not for each kernel."""
+    logger.warning("compiled kernels cannot be kept (%s): each start compiles them", cause)
+
+
 @contextmanager
 def _or_missing(cache: Any) -> Iterator[None]:
     """numba's guard of the files that it keeps: one that is damaged, or cannot be written, counts as missing."""
     try:
         yield
     except OSError as error:
-        logger.warning("compiled kernels cannot be kept: %s", error)
+        _tell(error.strerror)
     except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError):
         with suppress(OSError):
             cache.flush()
