@@ -79,6 +79,7 @@ _ATTENTION = {
     **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
     "attn_output": "self_attn.o_proj",
 }
+_QKV = "attn_qkv"  # where its name here has {}: the rows of q, k and v one after the other
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _LLAMA = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
 _NORMED_AFTER = {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}
@@ -86,7 +87,7 @@ _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm
 _GEMMA = {**_ATTENTION, **_MLP, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _SSM = {"ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
 _SPACE = {name: f"mamba.{own}" for name, own in {"ssm_in": "in_proj", **_SSM}.items()}
-_TAKEN = {"attn_qkv": "qkv", "attn_gate": "z", "ssm_alpha": "a", "ssm_beta": "b", "ssm_ba": "ba", "ssm_in": "qkvz"}
+_TAKEN = {_QKV: "qkv", "attn_gate": "z", "ssm_alpha": "a", "ssm_beta": "b", "ssm_ba": "ba", "ssm_in": "qkvz"}
 _SPACE_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 # Of state spaces and of delta nets
 _SSM_FIELDS = {
@@ -280,6 +281,7 @@ GGUF_FAMILIES = {
     "qwen3next": replace(_QWEN_DELTA, model_type="qwen3_next"),
     "qwen35": replace(_QWEN_DELTA, model_type="qwen3_5_text", fields=_DELTA_FIELDS, constants=_TILED),
     "qwen35moe": replace(_QWEN_DELTA, model_type="qwen3_5_moe_text", constants=_TILED),
+    "chatglm": GgufFamily("glm", {**_LLAMA, _QKV: "self_attn.{}_proj", "ffn_up": "mlp.gate_up_proj"}),
     "glm4": GgufFamily(
         "glm4",
         {
@@ -321,7 +323,7 @@ GGUF_FAMILIES = {
     "olmo2": GgufFamily("olmo2", {**_ATTENTION, **_MLP, **_POST_NORMS}),
     "phi3": GgufFamily(
         "phi3",
-        {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        {**_LLAMA, _QKV: "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         fields={
             "sliding_window": "attention.sliding_window",
             "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -446,6 +448,7 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
 
     Raises:
         UnsupportedModel: the architecture is not supported.
+        BadCheckpoint: heads are not counted whose rows are to be told apart.
     """
     family, drafts = _family(file), _draft_layers(file.metadata)
     found: dict[str, GgufTensor] = {}
@@ -466,7 +469,9 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
         elif stack is not None and len(tensor.shape) == 3:
             named = {f"{stack}.{number}.weight": one for number, one in enumerate(_matrices(tensor))}
         elif match is not None and match[2] in family.layer_names:
-            named = {f"{layer}.{family.layer_names[match[2]]}.{match[3]}": tensor}
+            stem = f"{layer}.{family.layer_names[match[2]]}.{match[3]}"
+            parts = _by_heads(tensor, file.metadata) if "{}" in stem else [tensor]
+            named = {stem.format(letter): one for letter, one in zip("qkv", parts, strict=False)}
         elif name.startswith("blk.") and index in drafts:
             named = {f"{layer}.{_DRAFT_NAMES.get(within, within)}": tensor}
         found |= {_own_name(one, family.family): part for one, part in named.items()}
@@ -484,6 +489,20 @@ def _matrices(tensor: GgufTensor) -> list[GgufTensor]:
     count, *shape = tensor.shape
     size = tensor.size_bytes // max(1, count)  # of whole rows of blocks
     return [GgufTensor(tuple(shape), tensor.format, tensor.offset + number * size, size) for number in range(count)]
+
+
+def _by_heads(tensor: GgufTensor, metadata: Mapping[str, Any]) -> list[GgufTensor]:
+    """The rows of q, k and v, each as a tensor."""
+    prefix, (rows, *inputs) = metadata["general.architecture"], tensor.shape
+    counted = ("attention.head_count", "attention.head_count_kv")
+    fields = {"general.architecture": prefix, **{name: metadata.get(f"{prefix}.{name}") for name in counted}}
+    heads, kv_heads = (_count(fields, name) for name in counted)
+    found, offset, row_bytes = list[GgufTensor](), tensor.offset, tensor.size_bytes // max(1, rows)
+    for some in (heads, kv_heads, kv_heads):
+        own = rows // (heads + 2 * kv_heads) * some
+        found.append(GgufTensor((own, *inputs), tensor.format, offset, own * row_bytes))
+        offset += own * row_bytes
+    return found
 
 
 def _shape(name: str, shape: tuple[int, ...], family: GgufFamily) -> tuple[int, ...]:
@@ -630,7 +649,8 @@ def _family_fields(
     biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down", "recurrence": "shortconv.conv"}
     for name, parts in family.family.biases.items():
         if name and parts:
-            found[name] = f"blk.0.{biased[parts[-1]]}.bias" in file.tensors
+            stored = (biased[parts[-1]], _QKV) if parts == ("qkv",) else (biased[parts[-1]],)
+            found[name] = any(f"blk.0.{one}.bias" in file.tensors for one in stored)
     return found
 
 

@@ -22,6 +22,7 @@ NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 # config.json's model_type -> general.architecture, where they differ
 ARCHITECTURES = {
     "mixtral": "llama",
+    "glm": "chatglm",
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
     "gemma3_text": "gemma3",
@@ -64,6 +65,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     rope_factors: np.ndarray | None = None,
     is_old: bool = False,
+    is_fused: bool = False,
 ) -> Path:
     """Convert a directory's config.json and safetensors.
 
@@ -71,6 +73,7 @@ def write_gguf(
         quantisation: of the matrices whose rows come in its blocks; vectors stay F32, as in llama.cpp.
         metadata: fields beside the architecture's.
         is_old: as llama.cpp converted latent attention until April 2025, and Qwen3-Next until February 2026.
+        is_fused: q, k and v are one tensor, as in checkpoints of ChatGLMModel.
     """
     config = dict(text_config(json.loads((directory / "config.json").read_text())))
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -87,6 +90,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(kinds[architecture], _num_blocks(config))
     stored = load_file(directory / "model.safetensors")
     tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
+    if is_fused:
+        tensors = _with_fused_heads(tensors)
     if "linear_num_key_heads" in config:
         tensors = _with_delta_nets(tensors, config, is_old)
     if "kv_lora_rank" in config and not is_old:
@@ -187,7 +192,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool)
     writer.add_vocab_size(config["vocab_size"])
     if family != "gemma2":
         writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
-    if family not in ("phi3", "granitemoehybrid", "gemma4_text"):
+    if family not in ("phi3", "granitemoehybrid", "gemma4_text", "glm"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if family in (
@@ -198,6 +203,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], is_old: bool)
         "mistral",
         "ministral3",
         "phi3",
+        "glm",
         "glm4",
         "glm4_moe",
         "granitemoehybrid",
@@ -334,6 +340,14 @@ def with_split_keys(tensors: Mapping[str, torch.Tensor], config: dict[str, Any])
         keys, values = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
         found[name.replace("kv_b_proj", "k_b_proj")] = keys.transpose(1, 2)
         found[name.replace("kv_b_proj", "v_b_proj")] = values
+    return found
+
+
+def _with_fused_heads(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = dict(tensors)
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [found.pop(name.replace(".q_proj.", f".{letter}_proj.")) for letter in "qkv"]
+        found[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
     return found
 
 

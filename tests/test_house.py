@@ -26,14 +26,14 @@ BUDGETS = {
     "server/observing": (2640, 10),
     "server/upstream": (1675, 6),
     "server/wire": (4855, 15),
-    "core": (18_785, 46),
+    "core": (18_815, 46),
     "gpu": (13_050, 37),
     "gpu/cpu_kernels": (5650, 15),
     "gpu/kernels": (3400, 8),
     "gpu/parallel": (770, 5),
     "bench": (10_590, 39),
 }
-TEST_LINES = 74_225
+TEST_LINES = 74_255
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -73,7 +73,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, part: float) -> No
 
 FILES = (
     *("llama2", "llama_linear", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("gemma", "glm4", "ernie4_5", "seed_oss", "ministral3", "olmo3"),
+    *("gemma", "glm", "glm4", "ernie4_5", "seed_oss", "ministral3", "olmo3"),
 )
 
 
@@ -83,6 +83,20 @@ def test_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path:
     file = write_gguf(directory, tmp_path / "model.gguf")
     assert model_of(file) == parse_model_config(read_config(directory) | {"dtype": None})
     assert greedy(file) == greedy(directory)
+
+
+@pytest.mark.parametrize("quantisation", [Q.F32, Q.Q8_0])
+def test_heads_of_one_tensor_give_the_same_tokens_as_those_of_three(
+    quantisation: Q, tmp_path: Path, model_directory
+) -> None:
+    apart, fused = (
+        write_gguf(model_directory("glm"), tmp_path / f"{is_fused}.gguf", quantisation, is_fused=is_fused)
+        for is_fused in (False, True)
+    )
+    assert parsed(fused).tensors["blk.0.attn_qkv.weight"].format == quantisation.name
+    assert "blk.0.attn_qkv.bias" in parsed(fused).tensors
+    assert model_of(fused) == model_of(apart)
+    assert greedy(fused) == greedy(apart)
 
 
 def test_a_file_is_read_whatever_its_name(tmp_path: Path, model_directory) -> None:
