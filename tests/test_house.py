@@ -28,12 +28,12 @@ BUDGETS = {
     "server/wire": (4855, 15),
     "core": (18_815, 46),
     "gpu": (13_050, 37),
-    "gpu/cpu_kernels": (5650, 15),
+    "gpu/cpu_kernels": (5775, 15),
     "gpu/kernels": (3400, 8),
     "gpu/parallel": (770, 5),
     "bench": (10_590, 39),
 }
-TEST_LINES = 74_255
+TEST_LINES = 74_270
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

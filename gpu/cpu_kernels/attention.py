@@ -2,9 +2,10 @@
 
 A piece of work is some new tokens of a row with the query heads of some KV heads. The context is taken in chunks of 64
 tokens of one KV head. Scores, and sums of values, are matmuls of few rows with 64 outputs over pairs of inputs, as keys
-and values lie in the cache (gpu/kv_cache.py); the next chunk's are prefetched meanwhile. Those in 8 bits become bf16,
-exactly: scores are multiplied by the keys' scales, shares by the values'. A matmul row here is one query head of one
-token. Sums are rescaled when a larger score comes (online softmax, arXiv:1805.02867).
+and values lie in the cache (gpu/kv_cache.py); the next chunk's are prefetched meanwhile. Those in 8 bits are multiplied
+as integers: queries, and shares times the values' scales, become int16 by the largest of their row, and scores are
+multiplied by the keys' scales. A matmul row here is one query head of one token. Sums are rescaled when a larger score
+comes (online softmax, arXiv:1805.02867).
 
 A decode (a row of one new token) takes its context in splits, merged in their order, and several neighbouring KV heads
 at once: each is prefetched while the one before it is computed. Where rows do not divide evenly among the threads,
@@ -30,9 +31,11 @@ from gpu.cpu_kernels.vectors import (
     INT64,
     LANES,
     REGISTER_BYTES,
+    absolute,
     clear_outside,
     constant,
     emit_by_count,
+    emit_integer_products,
     emit_products,
     exp2_to_126,
     first_lane,
@@ -44,15 +47,21 @@ from gpu.cpu_kernels.vectors import (
     load_integer,
     load_integers,
     load_pairs,
+    load_sums,
+    load_widened,
+    multiply_add,
     multiply_subtract,
     nothing,
     offset,
     operation,
     pointer,
     prefetch,
+    rounded,
     spread,
+    spread_float,
     spread_largest,
     store_floats,
+    store_halves,
     store_pairs,
     store_rounded,
     take_next,
@@ -70,10 +79,11 @@ SHARE_ROW_BYTES = 2 * CHUNK_TOKENS
 TOP_ROW_BYTES = 2 * REGISTER_BYTES
 SPLIT_TOKENS = 512  # of context
 PROMPT_ROWS = 96  # of a piece: their sums lie in a second-level cache
-FEW_ROWS = 2 * MOST_TILE_ROWS  # multiply keys and values in 8 bits without a copy as bf16
 PIECE_BYTES = 2048  # of a token's keys in neighbouring heads, taken by one thread: memory gives their blocks sooner
 EVEN = 1.25  # rows whose longest is up to so many times the mean
 ROWS_PER_THREAD = 4  # with so many, one row left over keeps the other threads waiting for little
+MOST_INT16 = np.float32(32767)  # 512 products with int8 are below 2 ** 31
+LEAST = np.float32(2**-100)  # that a row's largest is taken to be
 MINUS_INFINITY = np.float32(-np.inf)
 ONE = np.float32(1)
 LOG2_E = math.log2(math.e)
@@ -87,15 +97,15 @@ def _num_parts(head_dim):
 
 
 @njit(cache=True)
-def _chunk_room(head_dim, num_rows, is_int8):
-    """Bytes of _attend_chunk's (keys and values as bf16, places, scores, shares, scales), whole registers each."""
-    return (
-        2 * CHUNK_TOKENS * 2 * head_dim if is_int8 and num_rows > FEW_ROWS else 0,
-        4 * PLACES_BYTES,
-        num_rows * SUM_ROW_BYTES,
-        num_rows * SHARE_ROW_BYTES,
-        2 * SUM_ROW_BYTES,
-    )
+def _chunk_room(num_rows):
+    """Bytes of _attend_chunk's (places, scores, shares, scales), whole registers each."""
+    return 4 * PLACES_BYTES, num_rows * SUM_ROW_BYTES, num_rows * SHARE_ROW_BYTES, 2 * SUM_ROW_BYTES + 4 * num_rows
+
+
+@njit(cache=True)
+def _query_bytes(head_dim, num_rows):
+    """Of a KV head's query: bf16, or int16 and then what one stands for in each row, float32; whole registers."""
+    return (num_rows * (2 * head_dim + 4) + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
 
 
 @njit(cache=True)
@@ -109,12 +119,21 @@ def _clear(target, num_bytes):
         store_floats(target + index, zeros())
 
 
-def _make_products(load_columns, column_bytes):
+def _make_products(emit_products, load_columns, column_bytes):
     """Kernels that multiply a few rows with a chunk's blocks, and prefetch as much of what is computed next.
 
     Args:
-        load_columns: emits a register of pairs of bf16 from column_bytes of a block.
+        emit_products: of bf16, or of int16, whose sums are int32.
+        load_columns: emits a register of pairs of these from column_bytes of a block.
     """
+
+    def emit_rows(builder, num_rows, x, x_stride, num_pairs, sums, columns_of):
+        rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+        places = [
+            [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(CHUNK_BLOCKS)]
+            for row in range(num_rows)
+        ]
+        emit_products(builder, num_pairs, rows, places, columns_of)
 
     @operation(nothing, *[types.int64] * 6)
     def multiply_keys(builder, num_rows, query, head_dim, places, ahead, scores):
@@ -136,7 +155,7 @@ def _make_products(load_columns, column_bytes):
 
         def emit(rows):
             stride, num_pairs = builder.mul(head_dim, constant(2)), builder.lshr(head_dim, constant(1))
-            _emit_rows(builder, rows, query, stride, num_pairs, scores, columns_of)
+            emit_rows(builder, rows, query, stride, num_pairs, scores, columns_of)
 
         emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
 
@@ -163,7 +182,7 @@ def _make_products(load_columns, column_bytes):
 
         def emit(rows):
             num_pairs = builder.mul(num_blocks, constant(BLOCK_PAIRS))
-            _emit_rows(builder, rows, shares, constant(SHARE_ROW_BYTES), num_pairs, sums, columns_of)
+            emit_rows(builder, rows, shares, constant(SHARE_ROW_BYTES), num_pairs, sums, columns_of)
 
         within = builder.mul(part, constant(BLOCK_OUTPUTS // LANES * column_bytes))
         emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
@@ -171,17 +190,10 @@ def _make_products(load_columns, column_bytes):
     return multiply_keys, multiply_values
 
 
-def _emit_rows(builder, num_rows, x, x_stride, num_pairs, sums, columns_of):
-    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-    places = [
-        [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(CHUNK_BLOCKS)]
-        for row in range(num_rows)
-    ]
-    emit_products(builder, num_pairs, rows, places, columns_of)
-
-
-_multiply_keys, _multiply_values = _make_products(load_pairs.emit, REGISTER_BYTES)
-_multiply_int8_keys, _multiply_int8_values = _make_products(load_integers.emit, REGISTER_BYTES // 2)
+_multiply_keys, _multiply_values = _make_products(emit_products, load_pairs.emit, REGISTER_BYTES)
+_multiply_int8_keys, _multiply_int8_values = _make_products(
+    emit_integer_products, load_integers.emit, REGISTER_BYTES // 2
+)
 
 
 @njit(cache=True)
@@ -202,18 +214,6 @@ def _set_places(places, source, step, chunk, next_source, following):
         if num_next:
             at = load_integer(next_table + 8 * min(block, num_next - 1))
             found[CHUNK_BLOCKS + block] = next_source + at * step
-
-
-@njit(cache=True)
-def _widen(places, num_blocks, num_numbers, target):
-    """Copy some blocks in 8 bits as bf16, one after the other; the places are there then."""
-    found = carray(pointer(places), CHUNK_BLOCKS, np.int64)
-    for block in range(num_blocks):
-        at, into = found[block], target + block * 2 * num_numbers
-        for index in range(0, num_numbers, 2 * LANES):
-            store_pairs(into + 2 * index, load_integers(at + index))
-        found[block] = into
-    found[num_blocks:] = found[num_blocks - 1]
 
 
 @njit(cache=True)
@@ -241,7 +241,7 @@ def _score(query, places, head_dim, num_rows, is_int8, scores):
 
 
 @njit(cache=True)
-def _add_values(shares, places, num_blocks, head_dim, num_rows, is_int8, sums, part_bytes):
+def _add_values(shares, places, num_blocks, head_dim, num_rows, sums, part_bytes):
     """Add a chunk's values times the shares to the sums. The first rows prefetch."""
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
     for part in range(_num_parts(head_dim)):
@@ -249,19 +249,85 @@ def _add_values(shares, places, num_blocks, head_dim, num_rows, is_int8, sums, p
         for tile in range(num_tiles):
             end, ahead = (tile + 1) * num_rows // num_tiles, 0 if tile else PLACES_BYTES
             of_rows, into = shares + first * SHARE_ROW_BYTES, sums + part * part_bytes + first * SUM_ROW_BYTES
-            if is_int8:
-                _multiply_int8_values(end - first, of_rows, head_dim, places, ahead, num_blocks, part, into)
-            else:
-                _multiply_values(end - first, of_rows, head_dim, places, ahead, num_blocks, part, into)
+            _multiply_values(end - first, of_rows, head_dim, places, ahead, num_blocks, part, into)
             first = end
 
 
 @njit(cache=True)
-def _scale_scores(scores, num_rows, scales):
+def _add_int8_values(shares, places, num_blocks, head_dim, num_rows, sums, part_bytes, room, steps):
+    """The same of values in 8 bits.
+
+    Args:
+        room: for int32 [rows, 64].
+        steps: float32 [rows]: what one of a row's shares stands for.
+    """
+    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+    for part in range(_num_parts(head_dim)):
+        first = 0
+        for tile in range(num_tiles):
+            end, ahead = (tile + 1) * num_rows // num_tiles, 0 if tile else PLACES_BYTES
+            clear_sums(room, end - first)
+            of_rows = shares + first * SHARE_ROW_BYTES
+            _multiply_int8_values(end - first, of_rows, head_dim, places, ahead, num_blocks, part, room)
+            for row in range(first, end):
+                at, by = sums + part * part_bytes + row * SUM_ROW_BYTES, spread_float(steps + 4 * row)
+                for index in range(0, SUM_ROW_BYTES, REGISTER_BYTES):
+                    found = load_sums(room + (row - first) * SUM_ROW_BYTES + index)
+                    store_floats(at + index, multiply_add(found, by, load_floats(at + index)))
+            first = end
+
+
+@njit(cache=True)
+def _store_int16(target, x, by):
+    store_halves(target, rounded(x * by))
+
+
+@njit(cache=True)
+def _round_row(source, target, num_numbers):
+    """Write bf16 as int16; returns what one stands for."""
+    largest = zeros()
+    for index in range(0, num_numbers, LANES):
+        largest = larger(absolute(load_widened(source + 2 * index)), largest)
+    most = larger(spread_largest(largest), spread(LEAST))
+    by = spread(MOST_INT16) / most
+    for index in range(0, num_numbers, LANES):
+        _store_int16(target + 2 * index, load_widened(source + 2 * index), by)
+    return first_lane(most) / MOST_INT16
+
+
+@njit(cache=True)
+def _store_float(at, value):
+    carray(pointer(at), 1, np.float32)[0] = value
+
+
+@njit(cache=True)
+def _copy_query(source, query, place, shape, is_int8):
+    """A token's heads beside the other tokens'.
+
+    Args:
+        source: bf16 [per_kv, head_dim].
+        query: of the KV head, see _query_bytes.
+        place: (the token, of how many); shape: (per_kv, head_dim).
+    """
+    (token, num_tokens), (per_kv, head_dim) = place, shape
+    width, steps = 2 * head_dim, query + num_tokens * per_kv * 2 * head_dim
+    for row in range(token * per_kv, (token + 1) * per_kv):
+        if is_int8:
+            _store_float(steps + 4 * row, _round_row(source, query + row * width, head_dim))
+        else:
+            for at in range(0, width, REGISTER_BYTES):
+                store_pairs(query + row * width + at, load_pairs(source + at))
+        source += width
+
+
+@njit(cache=True)
+def _scale_scores(scores, num_rows, steps, scales):
+    """Turn int32 into float32. steps: float32 [rows]: what one of a row's query stands for; scales: of the keys."""
     for row in range(num_rows):
+        by = spread_float(steps + 4 * row)
         for column in range(0, SUM_ROW_BYTES, REGISTER_BYTES):
             at = scores + row * SUM_ROW_BYTES + column
-            store_floats(at, load_floats(at) * load_floats(scales + column))
+            store_floats(at, load_sums(at) * (load_floats(scales + column) * by))
 
 
 @njit(cache=True)
@@ -290,10 +356,13 @@ def _raise_top(scores, scale, first, end, top):
 
 
 @njit(cache=True)
-def _share_row(scores, scale, first, end, top, shares, value_scales):
+def _share_row(scores, scale, first, end, top, shares, value_scales, step):
     """One row's scores to exp2(score * scale - largest), as bf16; zero outside first..end.
 
-    value_scales: address of float32 [64], which the shares that are stored are multiplied by; 0: by nothing.
+    Args:
+        value_scales: address of float32 [64], which the shares that are stored are multiplied by, as int16; 0: they are
+            stored as they are.
+        step: address of what one of these integers stands for, written.
     """
     by, now = spread(scale), load_floats(top)
     s0 = exp2_to_126(multiply_subtract(load_floats(scores), by, now))
@@ -310,6 +379,14 @@ def _share_row(scores, scale, first, end, top, shares, value_scales):
         s0, s1 = s0 * load_floats(value_scales), s1 * load_floats(value_scales + REGISTER_BYTES)
         s2 = s2 * load_floats(value_scales + 2 * REGISTER_BYTES)
         s3 = s3 * load_floats(value_scales + 3 * REGISTER_BYTES)
+        most = larger(spread_largest(larger(larger(s0, s1), larger(s2, s3))), spread(LEAST))
+        by = spread(MOST_INT16) / most
+        _store_int16(shares, s0, by)
+        _store_int16(shares + 2 * LANES, s1, by)
+        _store_int16(shares + 4 * LANES, s2, by)
+        _store_int16(shares + 6 * LANES, s3, by)
+        _store_float(step, first_lane(most) / MOST_INT16)
+        return
     store_rounded(shares, s0)
     store_rounded(shares + 2 * LANES, s1)
     store_rounded(shares + 4 * LANES, s2)
@@ -334,7 +411,7 @@ def _share(scores, shares, sums, tops, scale, place, shape, window, sizes, value
         tops: float32 [rows, 2, 16]: the largest scaled score so far, in every lane; sums of shares, lane by lane.
         place, shape: see _attend_chunk.
         sizes: (parts, bytes of all rows' sums of one part).
-        value_scales: see _share_row.
+        value_scales: see _share_row; behind them the rows' steps.
     """
     num_tokens, per_kv, _ = shape
     num_parts, part_bytes = sizes
@@ -349,11 +426,14 @@ def _share(scores, shares, sums, tops, scale, place, shape, window, sizes, value
                 _rescale(sums + row * SUM_ROW_BYTES, num_parts, part_bytes, factor)
     for row in range(num_rows):
         of_row, target = seen + row // per_kv, shares + row * SHARE_ROW_BYTES
+        step = value_scales + SUM_ROW_BYTES + 4 * row
         if of_row <= 0 or of_row - window >= CHUNK_TOKENS:  # it sees nothing here
             _clear(target, SHARE_ROW_BYTES)
+            if value_scales:
+                _store_float(step, np.float32(0))
             continue
         source, top = scores + row * SUM_ROW_BYTES, tops + row * TOP_ROW_BYTES
-        _share_row(source, scale, of_row - window, of_row, top, target, value_scales)
+        _share_row(source, scale, of_row - window, of_row, top, target, value_scales, step)
 
 
 @njit(cache=True)
@@ -404,7 +484,7 @@ def _attend_chunk(query, keys, values, strides, chunk, following, place, shape, 
     What is computed next is prefetched line by line as this is multiplied: all at once would stall it.
 
     Args:
-        query: bf16 [tokens * per_kv, head_dim].
+        query: bf16 [tokens * per_kv, head_dim]; see _query_bytes.
         keys, values: of this KV head in the cache's first block; strides: see _attend_span.
         chunk: (address of the chunk's part of the block table: int64 each; how many blocks).
         following: (keys, values, chunk) of what is computed next.
@@ -414,27 +494,25 @@ def _attend_chunk(query, keys, values, strides, chunk, following, place, shape, 
         sums: float32 [parts, rows, 64]; tops: see _share.
     """
     num_tokens, per_kv, head_dim = shape
-    widened, of_keys, scores, shares, scales = room
+    of_keys, scores, shares, scales = room
     step, head_bytes = strides
-    num_numbers, num_rows, num_blocks = BLOCK_SIZE * head_dim, num_tokens * per_kv, chunk[1]
-    is_int8, of_values, value_scales = head_bytes != 2 * num_numbers, of_keys + 2 * PLACES_BYTES, 0
+    num_rows, num_blocks = num_tokens * per_kv, chunk[1]
+    is_int8, of_values, value_scales = head_bytes != 2 * BLOCK_SIZE * head_dim, of_keys + 2 * PLACES_BYTES, 0
     _set_places(of_keys, keys, step, chunk, following[0], following[2])
     _set_places(of_values, values, step, chunk, following[1], following[2])
-    is_narrow = is_int8
+    _score(query, of_keys, head_dim, num_rows, is_int8, scores)
     if is_int8:
         value_scales = scales + SUM_ROW_BYTES
         _load_scales(of_keys, num_blocks, head_dim, scales)
         _load_scales(of_values, num_blocks, head_dim, value_scales)
-        if num_rows > FEW_ROWS:  # which read them again and again
-            _widen(of_keys, num_blocks, num_numbers, widened)
-            _widen(of_values, num_blocks, num_numbers, widened + CHUNK_BLOCKS * 2 * num_numbers)
-            is_narrow = False
-    _score(query, of_keys, head_dim, num_rows, is_narrow, scores)
+        _scale_scores(scores, num_rows, query + num_rows * 2 * head_dim, scales)
+    num_parts, part_bytes = _num_parts(head_dim), num_rows * SUM_ROW_BYTES
+    _share(scores, shares, sums, tops, scale, place, shape, window, (num_parts, part_bytes), value_scales)
     if is_int8:
-        _scale_scores(scores, num_rows, scales)
-    sizes = _num_parts(head_dim), num_rows * SUM_ROW_BYTES
-    _share(scores, shares, sums, tops, scale, place, shape, window, sizes, value_scales)
-    _add_values(shares, of_values, num_blocks, head_dim, num_rows, is_narrow, sums, sizes[1])
+        steps = value_scales + SUM_ROW_BYTES
+        _add_int8_values(shares, of_values, num_blocks, head_dim, num_rows, sums, part_bytes, scores, steps)
+    else:
+        _add_values(shares, of_values, num_blocks, head_dim, num_rows, sums, part_bytes)
 
 
 @njit(cache=True)
@@ -448,7 +526,7 @@ def _attend_span(query, keys, values, strides, table, seen, end_block, shape, po
     """Some tokens' heads of some KV heads over some of the context, chunk by chunk.
 
     Args:
-        query: bf16 [KV heads, tokens * per_kv, head_dim].
+        query: of each KV head, see _query_bytes.
         keys, values: of the first of these KV heads in the cache's first block.
         strides: bytes from block to block, and from head to head.
         table: int64 [blocks]; seen: first and end of the positions.
@@ -473,7 +551,7 @@ def _attend_span(query, keys, values, strides, table, seen, end_block, shape, po
             if head + 1 < num_heads:
                 following = keys + at + strides[1], values + at + strides[1], (blocks, num_blocks)
             _attend_chunk(
-                query + head * 2 * num_rows * head_dim,
+                query + head * _query_bytes(head_dim, num_rows),
                 keys + at,
                 values + at,
                 strides,
@@ -555,18 +633,17 @@ def attend_pieces(arguments):
     pieces = carray(pointer(args.pieces), args.num_pieces, PIECE)
     num_kv_heads, per_kv, head_dim, window = args.num_kv_heads, args.per_kv, args.head_dim, args.window
     head_bytes, width = args.head_bytes, 2 * per_kv * head_dim
-    sizes = _chunk_room(head_dim, args.most_rows, head_bytes != 2 * BLOCK_SIZE * head_dim)
-    query_bytes = args.most_heads * args.most_rows * 2 * head_dim
+    sizes, is_int8 = _chunk_room(args.most_rows), head_bytes != 2 * BLOCK_SIZE * head_dim
+    query_bytes = args.most_heads * _query_bytes(head_dim, args.most_rows)
     found_bytes = args.most_heads * _head_bytes(args.most_rows, head_dim)
-    size = query_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + 2 * found_bytes
-    memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
+    size = query_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + 2 * found_bytes
+    memory = np.empty(size + 2 * REGISTER_BYTES, dtype=np.uint8)
     query = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
-    widened = query + query_bytes
-    places = widened + sizes[0]
-    scores = places + sizes[1]
-    shares = scores + sizes[2]
-    scales = shares + sizes[3]
-    of_piece = scales + sizes[4]
+    places = query + query_bytes
+    scores = places + sizes[0]
+    shares = scores + sizes[1]
+    scales = shares + sizes[2]
+    of_piece = (scales + sizes[3] + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     of_split = of_piece + found_bytes
     index = take_next(arguments)
     while index < args.num_pieces:
@@ -576,9 +653,8 @@ def attend_pieces(arguments):
         for each in range(num_heads):
             for token in range(num_tokens):
                 source = token_query + token * args.query_stride + each * width
-                target = query + (each * num_tokens + token) * width
-                for at in range(0, width, REGISTER_BYTES):
-                    store_pairs(target + at, load_pairs(source + at))
+                target = query + each * _query_bytes(head_dim, num_rows)
+                _copy_query(source, target, (token, num_tokens), (per_kv, head_dim), is_int8)
         first, end = max(0, position + 1 - window), position + num_tokens
         split, end_split = first // piece.split_tokens, (end - 1) // piece.split_tokens + 1
         of_head = _head_bytes(num_rows, head_dim)
@@ -601,7 +677,7 @@ def attend_pieces(arguments):
                 position,
                 window,
                 args.scale,
-                (widened, places, scores, shares, scales),
+                (places, scores, shares, scales),
                 found if number == split else of_split,
             )
             if number > split:

@@ -52,6 +52,7 @@ from gpu.cpu_kernels.vectors import (
     FLOAT,
     FLOATS,
     HAS_AVX512,
+    HAS_VNNI,
     INT32,
     INT64,
     LANES,
@@ -86,11 +87,10 @@ from gpu.cpu_kernels.vectors import (
     total,
     zeros,
 )
-from gpu.device import cpu_flags, huge_pages, use_huge_pages
+from gpu.device import huge_pages, use_huge_pages
 from gpu.quant import FP8, QuantizedWeight, unpack_nibbles
 
 GROUP = 32  # inputs of x that share a scale
-HAS_VNNI = "avx512_vnni" in cpu_flags()
 MOST_TILE_ROWS = 6 if HAS_AVX512 else 5  # with 4 registers of sums each; with AVX2 2, which are half as large
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
 FEW_ROWS = 4  # multiplied by numbers in registers; each thread quantises them for itself

@@ -61,6 +61,7 @@ class _BFloat(ir.Type):
 
 
 HAS_AVX512, HAS_BF16 = "avx512bw" in cpu_flags(), "avx512_bf16" in cpu_flags()
+HAS_VNNI = "avx512_vnni" in cpu_flags()
 NEAR_PAIRS = 64  # of four columns: half of a first-level cache
 COLUMNS_AT_ONCE = (0, 4, 2, 2, 1, 1, 1)  # by rows: with AVX2, up to 12 registers of sums
 BFLOATS, HALF_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
@@ -226,13 +227,45 @@ def emit_products(
                     _emit_each(builder, numbers, [widen(builder, each) for each in found], totals, _add_product)
 
 
+def emit_integer_products(
+    builder: Any,
+    num_pairs: Any,
+    rows: list[Any],
+    sums: list[list[Any]],
+    columns_of: Callable[[Any, range], list[Any]],
+) -> None:
+    """The same of int16: rows and columns, with sums that are int32."""
+    columns = range(len(sums[0]))
+    some = len(columns) if HAS_AVX512 else COLUMNS_AT_ONCE[len(rows)]
+    for some_columns in (columns[start : start + some] for start in columns[::some]):
+        of_columns = [[of_row[column] for column in some_columns] for of_row in sums]
+        with in_registers(builder, of_columns, PAIRS) as totals, cgutils.for_range(builder, num_pairs) as loop:
+            place = builder.mul(loop.index, constant(4))
+            x_pairs = [broadcast(builder, load(builder, builder.add(row, place), INT32), PAIRS) for row in rows]
+            _emit_each(builder, x_pairs, columns_of(loop.index, some_columns), totals, _add_integers)
+
+
+def _add_integers(builder, total, x, y):
+    """total + x[0] * y[0] + x[1] * y[1], of pairs of int16."""
+    if HAS_VNNI:
+        return call(builder, "llvm.x86.avx512.vpdpwssd.512", PAIRS, total, x, y)
+    x, y = (builder.bitcast(each, HALVES) for each in (x, y))
+    if HAS_AVX512:
+        return builder.add(total, call(builder, "llvm.x86.avx512.pmaddw.d.512", PAIRS, x, y))
+    parts = []
+    for order in (range(LANES), range(LANES, 2 * LANES)):
+        both = (shuffle(builder, each, each, list(order)) for each in (x, y))
+        parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(INT32, LANES // 2), *both))
+    return builder.add(total, shuffle(builder, *parts, list(range(LANES))))
+
+
 @contextmanager
-def in_registers(builder, places):
+def in_registers(builder, places, llvm_type=FLOATS):
     """Memory that LLVM keeps in registers, with what is at these addresses, to which it is written at the end."""
-    registers = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
+    registers = [[cgutils.alloca_once(builder, llvm_type) for _ in of_row] for of_row in places]
     cells = [cell for both in zip(registers, places, strict=True) for cell in zip(*both, strict=True)]
     for register, place in cells:
-        builder.store(load(builder, place, FLOATS), register)
+        builder.store(load(builder, place, llvm_type), register)
     yield registers
     for register, place in cells:
         store(builder, place, builder.load(register))
@@ -301,14 +334,15 @@ def load_pairs(builder, at):
 
 @operation(pairs, address)
 def load_integers(builder, at):
-    """int8 [32] as bf16 [32], exactly."""
+    """int8 [32] as int16 [32]."""
     values = load(builder, at, ir.VectorType(ir.IntType(8), 2 * LANES))
-    found = builder.sitofp(values, ir.VectorType(FLOAT, 2 * LANES))
-    if HAS_BF16:
-        return builder.bitcast(builder.fptrunc(found, BFLOATS), PAIRS)
-    wide = ir.VectorType(INT32, 2 * LANES)
-    high = builder.lshr(builder.bitcast(found, wide), ir.Constant(wide, [16] * 2 * LANES))
-    return builder.bitcast(builder.trunc(high, HALVES), PAIRS)
+    return builder.bitcast(builder.sext(values, HALVES), PAIRS)
+
+
+@operation(floats, address)
+def load_sums(builder, at):
+    """int32 [16] as float32."""
+    return builder.sitofp(load(builder, at, PAIRS), FLOATS)
 
 
 @operation(floats, address)
@@ -391,6 +425,12 @@ def store_bytes(builder, at, x):
     store(builder, at, builder.trunc(x, ir.VectorType(ir.IntType(8), LANES)))
 
 
+@operation(nothing, address, pairs)
+def store_halves(builder, at, x):
+    """int32 [16] as int16 [16]."""
+    store(builder, at, builder.trunc(x, ir.VectorType(ir.IntType(16), LANES)))
+
+
 @operation(floats, floats, floats, floats)
 def multiply_add(builder, x, y, z):
     """x * y + z, rounded once."""
@@ -413,6 +453,12 @@ def larger(builder, x, y):
 def smaller(builder, x, y):
     """The smaller of two, lane by lane; of a NaN and a number the second."""
     return builder.select(builder.fcmp_ordered("<", x, y), x, y)
+
+
+@operation(floats, floats)
+def absolute(builder, x):
+    """Without the signs."""
+    return call(builder, "llvm.fabs.v16f32", FLOATS, x)
 
 
 @operation(floats, floats, floats)

@@ -1,5 +1,6 @@
 """numba's attention against the textbook's: random block tables, lengths, group sizes and windows."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -77,6 +78,21 @@ def test_rows_attend_as_the_textbook_says(
     assert_near(case.in_pairs().attend(kernels), case.want())
     stored, exact = case.in_8_bits()
     assert_near(stored.attend(kernels), exact.want())
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize(("rows", "per_kv", "head_dim"), [([(700, 1), (33, 1)], 7, 64), ([(200, 90)], 2, 128)], ids=str)
+def test_in_8_bits_nothing_is_lost_but_the_rounding_of_the_result(
+    kernels: PagedAttention, rows: Rows, per_kv: int, head_dim: int, spread: float
+) -> None:
+    """Queries and shares are 16 bits wide, also beside a number that is larger by far."""
+    case = make(rows, 2, per_kv, head_dim)
+    sizes = torch.exp(spread * torch.randn(case.query.shape, generator=torch.Generator().manual_seed(1)))
+    case.query.mul_(sizes.bfloat16() / math.exp(spread))
+    stored, exact = case.in_8_bits()
+    wanted = exact.want()
+    error = (stored.attend(kernels).float() - wanted).abs()
+    assert (error <= wanted.abs() * 2**-8 + wanted.abs().amax(1, keepdim=True) * 2**-10).all()
 
 
 def test_scores_are_multiplied_by_the_scale_given(kernels: PagedAttention) -> None:
