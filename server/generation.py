@@ -56,6 +56,7 @@ from server.prompts import Prepared, PromptReader, find_model, own_name, usable
 from server.relay import Relay, RelayHandle
 from server.relayed import Passed
 from server.resumable import ResumableStreams
+from server.values import UNREADABLE
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -936,7 +937,7 @@ def _name_in(body: bytes) -> Any:
     """The model that a body names. What is wrong elsewhere in it is told by who reads it whole."""
     try:
         return _read_name(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return parse_object(body).get("model")
 
 

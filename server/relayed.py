@@ -25,6 +25,7 @@ from server.gate.text_rules import rule_book
 from server.upstream.exchange import MAX_EVENT_BYTES, AnswerHead, EventReader, UpstreamFault
 from server.upstream.pool import LeadingBlocks
 from server.upstream.settings import ModelSettings, keep_alive_of
+from server.values import UNREADABLE
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -572,7 +573,7 @@ class UpstreamAnswer:
         try:
             head, found, tail = data.rpartition(_encode(said[0]))
             other = _read_message(probed := head + _encode(PROBE) + tail)
-        except (msgspec.DecodeError, UnicodeError):
+        except UNREADABLE:
             return
         around = sse.event(self._renamed(probed)).split(PROBE.encode())
         if found and len(around) == 2 and [one.said for one in other.choices or ()] == [[PROBE]]:
@@ -624,7 +625,7 @@ def _decoded(data: bytes, read: Callable[[bytes], T]) -> T:
     """Raises UpstreamFault."""
     try:
         return read(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # ValidationError is a DecodeError
+    except UNREADABLE as error:
         raise UpstreamFault(f"its answer cannot be read: {error}") from error
 
 

@@ -80,7 +80,7 @@ async def respond(exchange: Exchange) -> None:
         await generate(exchange, responses.SURFACE, turn)
     except InvalidRequest as error:
         if turn is not None:
-            error.param = turn.shifted(error.param)
+            turn.name_place(error)
         raise
 
 

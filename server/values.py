@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
+# What msgspec raises for JSON that somebody else wrote: a model, an upstream, a file's owner
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 SIZE_UNITS = {
     "B": 1,
     "KB": 10**3,

@@ -16,12 +16,12 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_605, 36),
-    "server/api": (6230, 19),
+    "server": (14_610, 36),
+    "server/api": (6260, 19),
     "server/batches": (945, 3),
     "server/commands": (2315, 13),
     "server/gate": (2870, 8),
-    "server/ledger": (2030, 7),
+    "server/ledger": (2035, 7),
     "server/listening": (1235, 5),
     "server/observing": (2640, 10),
     "server/upstream": (1675, 6),
@@ -33,7 +33,7 @@ BUDGETS = {
     "gpu/parallel": (770, 5),
     "bench": (10_590, 39),
 }
-TEST_LINES = 74_270
+TEST_LINES = 74_290
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -4,6 +4,7 @@ Content becomes one string, and each tool's result finds the call that it answer
 is parsed.
 """
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -110,7 +111,38 @@ def joined_turn(turn: Message, more: Message) -> Message:
     )
 
 
-_Calls = dict[int, dict[str, Any]]  # of one turn that have no result, by their places
+class _Turn:
+    """Calls of one turn that have no result, by their places: each is found in a time that does not grow with them."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        self.waiting = dict(enumerate(calls))
+        self._places: dict[tuple[str | None, bool], deque[int]] = defaultdict(deque)
+        self._nums_ids: dict[str | None, Counter[str | None]] = defaultdict(Counter)
+        for at, call in self.waiting.items():
+            for name in (None, call["function"]["name"]):  # None: of any name
+                self._nums_ids[name][call.get("id")] += 1
+                for is_without_id in (False, True)[: 1 if "id" in call else 2]:
+                    self._places[name, is_without_id].append(at)
+
+    def first(self, name: str | None, is_without_id: bool) -> int | None:
+        """The first of a name, or of any; perhaps among those without an id alone."""
+        places = self._places[name, is_without_id]
+        while places and places[0] not in self.waiting:
+            places.popleft()
+        return places[0] if places else None
+
+    def num_ids(self, name: str | None) -> int:
+        """How many ids those of a name have."""
+        return len(self._nums_ids[name])
+
+    def pop(self, at: int) -> dict[str, Any]:
+        call = self.waiting.pop(at)
+        for name in (None, call["function"]["name"]):
+            nums = self._nums_ids[name]
+            nums[call.get("id")] -= 1
+            if not nums[call.get("id")]:
+                del nums[call.get("id")]
+        return call
 
 
 def _match_results(messages: list[dict[str, Any]], params: list[str], call_field: str) -> None:
@@ -119,17 +151,17 @@ def _match_results(messages: list[dict[str, Any]], params: list[str], call_field
     Raises:
         InvalidRequest: a result is of no call, of one that has its result, or of any of several.
     """
-    turns: list[_Calls] = []
-    by_id: dict[str, list[tuple[_Calls, int]]] = {}
+    turns: list[_Turn] = []
+    by_id: dict[str, list[tuple[_Turn, int]]] = {}
     for message, where in zip(messages, params, strict=True):
         if calls := message.get("tool_calls"):
-            turns.append(dict(enumerate(calls)))
+            turns.append(_Turn(calls))
             for at, call in enumerate(calls):
                 by_id.setdefault(call.get("id", ""), []).append((turns[-1], at))
         if message["role"] == "tool":
-            while turns and not turns[-1]:
+            while turns and not turns[-1].waiting:
                 turns.pop()
-            turn, at = _place_of_call(message, turns[-1] if turns else {}, by_id, where, call_field)
+            turn, at = _place_of_call(message, turns[-1] if turns else _Turn([]), by_id, where, call_field)
             call = turn.pop(at)
             message.setdefault("name", call["function"]["name"])
             if "id" in call:
@@ -137,8 +169,8 @@ def _match_results(messages: list[dict[str, Any]], params: list[str], call_field
 
 
 def _place_of_call(
-    result: dict[str, Any], last: _Calls, by_id: Mapping[str, list[tuple[_Calls, int]]], where: str, call_field: str
-) -> tuple[_Calls, int]:
+    result: dict[str, Any], last: _Turn, by_id: Mapping[str, list[tuple[_Turn, int]]], where: str, call_field: str
+) -> tuple[_Turn, int]:
     """The call that waits for a result: the newest of its id; or else the first of the last turn, by name or at all.
 
     Args:
@@ -148,20 +180,16 @@ def _place_of_call(
     named = by_id.get(call_id, []) if call_id else []
     while named:
         turn, at = named.pop()
-        if at in turn:
+        if at in turn.waiting:
             return turn, at
-    found = [
-        at
-        for at, call in last.items()
-        if (call_id is None or "id" not in call) and name in (None, call["function"]["name"])
-    ]
-    is_by_name = call_field != "tool_name" and call_id is None and name is not None and not found
+    found = last.first(name, is_without_id=call_id is not None)
+    is_by_name = call_field != "tool_name" and call_id is None and name is not None and found is None
     where = f"{where}.{'name' if is_by_name else call_field}"
-    if not found:
+    if found is None:
         raise InvalidRequest(f"{where} names no tool call in an earlier message that still lacks its result.", where)
-    if call_id is None and len({last[at].get("id") for at in found}) > 1:
+    if call_id is None and last.num_ids(name) > 1:
         raise InvalidRequest(f"{where} is missing, and several tool calls lack their results.", where)
-    return last, found[0]
+    return last, found
 
 
 def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: bool | None) -> ChatPrompt:

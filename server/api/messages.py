@@ -33,7 +33,7 @@ from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
 from server.api.replies import STATUSES, ErrorForm, ErrorObject, Extras, ReplyContext, Surface, WholeReply, list_reply
 from server.api.structured import ResponseFormat
-from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
+from server.api.tools import CalledFunction, Function, ToolCall, arguments_of, id_of, tool_wishes
 from server.wire import sse
 from server.wire.messages import TextFrame
 
@@ -385,11 +385,8 @@ class _Block:
 
 def _input_of(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object; those of a call that is cut short are no JSON, and stay text."""
-    try:
-        value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {"incomplete_arguments": arguments}
+    value = arguments_of(arguments)
+    return {"incomplete_arguments": arguments} if value is None else value
 
 
 class _Blocks:

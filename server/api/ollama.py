@@ -33,7 +33,7 @@ from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
 from server.api.reasoning import ThoughtWishes, answer_parser, parts_of, wishes_of
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, logprob_entries, status_of
-from server.api.tools import CalledFunction, FunctionTool, ToolCall, ToolWishes, tool_wishes
+from server.api.tools import CalledFunction, FunctionTool, ToolCall, ToolWishes, arguments_of, tool_wishes
 from server.values import format_count
 from server.wire import sse
 
@@ -277,12 +277,8 @@ class _Lines:
         """The line of the call that has ended; one that was cut short is none."""
         if self._arguments is None:
             return
-        try:
-            arguments = msgspec.json.decode("".join(self._arguments) or "{}")
-        except msgspec.DecodeError:
-            arguments = None
-        self._arguments = None
-        if isinstance(arguments, dict):
+        arguments, self._arguments = arguments_of("".join(self._arguments)), None
+        if arguments is not None:
             calls = [{"function": {"name": self._name, "arguments": arguments}}]
             yield {"message": {"role": "assistant", "content": "", "tool_calls": calls}}
 

@@ -39,6 +39,7 @@ from core.tool_grammar import (
     required_calls,
 )
 from server.api.decoding import parse_object
+from server.values import UNREADABLE
 
 MAX_TOOLS = 128
 NO_TOOLS = "This model's chat template does not support tools. Leave tools out, or send tool_choice none."
@@ -342,6 +343,15 @@ def _call_spec(
 def id_of(reply_id: str, choice: int, index: int) -> str:
     """A call's id where the model writes none: letters and digits alone, as some templates want them."""
     return hashlib.sha256(f"{reply_id} {choice} {index}".encode()).hexdigest()[:9]
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """A call's arguments as a model wrote them; None: no object, or one that was cut short or is too deep to read."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except UNREADABLE:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def is_old(wishes: ToolWishes | None) -> bool:

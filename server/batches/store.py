@@ -23,6 +23,7 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError, StartupError
 from server.ledger.store import connect, transaction
+from server.values import UNREADABLE
 
 MOST_LINES = 50_000  # of a batch
 MOST_ERRORS = 100  # of an invalid file, that are told
@@ -451,7 +452,7 @@ def _line_error(text: bytes, number: int, endpoint: str, seen: set[str]) -> Line
             raise InvalidRequest(f"custom_id {line.custom_id[:64]!r} is that of an earlier line.", "custom_id")
     except msgspec.ValidationError as error:
         return LineError("invalid_line", f"Line {number} is not a batch request: {error}", number)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         return LineError("invalid_json_line", f"Line {number} is not JSON: {error}", number)
     except InvalidRequest as error:
         return LineError("invalid_line", f"Line {number}: {error.message}", number, error.param)

@@ -19,6 +19,7 @@ from server.api.decoding import page_behind, parse_object
 from server.api.replies import list_reply
 from server.ledger.ledger import Kept, Ledger, Place, unavailable
 from server.ledger.store import MICRO, ForgetResponse, KeepResponse, StoredResponse, open_to_read
+from server.values import UNREADABLE
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -215,13 +216,14 @@ class Turn:
         message = f"There is no item {item_id[:100]!r} in a stored response. Send the item itself."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "item_not_found", f"{param}.id")
 
-    def shifted(self, param: str | None) -> str | None:
-        """Where the client finds what an error names: the history comes before its own items."""
-        found = re.match(r"input\[(\d+)\]", param or "")
-        if found is None or param is None or not self.num_before:
-            return param
+    def name_place(self, error: InvalidRequest) -> None:
+        """Change an error to say where the client finds what it names: the history comes before its own items."""
+        found = re.match(r"input\[(\d+)\]", error.param or "")
+        if found is None or error.param is None or not self.num_before:
+            return
         place = int(found[1]) - self.num_before
-        return "previous_response_id" if place < 0 else f"input[{place}]{param[found.end() :]}"
+        own = "previous_response_id" if place < 0 else f"input[{place}]{error.param[found.end() :]}"
+        error.message, error.param = error.message.replace(error.param, own), own
 
     def shown(self, last: bytes) -> bytes:
         """What ends an answer, for its client: another server knows neither the history nor that it is stored."""
@@ -229,7 +231,7 @@ class Turn:
         before, event, data = (b"", b"", last) if last.startswith(b"{") else last.rpartition(b"\ndata: ")
         try:
             document = None if self._is_own else msgspec.json.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # as another server wrote it
+        except UNREADABLE:  # as another server wrote it
             return last
         response = document.get("response") if event and isinstance(document, dict) else document
         if not isinstance(response, dict):
@@ -248,7 +250,7 @@ class Turn:
         try:
             document = _document_of(last)
             facts = msgspec.json.decode(document, type=_Facts)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # as another server wrote it
+        except UNREADABLE as error:  # as another server wrote it
             logger.error("a response cannot be stored: %s", error)
             return None
         response = StoredResponse(

@@ -1,5 +1,6 @@
 """--store-responses: what goes on from an answer, who may see it, and until when."""
 
+import re
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -94,6 +95,7 @@ def test_stored_responses_are_read_and_deleted(storing: SimulatedServer) -> None
     ("fields", "param"),
     [
         ({"input": [{"role": "user", "content": "a"}, {"role": "nobody", "content": "b"}]}, "input[1].role"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "1"}]}, "input[0].call_id"),
         ({"input": 3}, "input"),
         ({"previous_response_id": 3}, "previous_response_id"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
@@ -106,6 +108,7 @@ def test_errors_name_what_the_client_sent(storing: SimulatedServer, fields: dict
     refused = storing.ask(respond("", **{"previous_response_id": first["id"]} | fields))
     status = 404 if param in (None, "previous_response_id") and fields != {"previous_response_id": 3} else 400
     assert (refused.status, refused.json["error"]["param"]) == (status, param)
+    assert all(place in (param or "") for place in re.findall(r"input\[\d+\]", refused.json["error"]["message"]))
 
 
 def test_what_is_not_stored_is_not_found(storing: SimulatedServer) -> None:

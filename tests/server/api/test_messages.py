@@ -276,6 +276,14 @@ ANSWERS: dict[str, tuple[str, FinishReason, str | None, list[dict[str, Any]], st
 }
 
 
+def test_arguments_that_are_too_deep_to_read_stay_text() -> None:
+    deep = '{"at": ' + "[" * 5000
+    said = CUT.removesuffix('{"at": "é') + deep + "]" * 5000 + "}}\n</tool_call>"
+    last = Delta(text="", num_tokens=1, finish_reason=FinishReason.STOP)
+    block = wire.whole(SURFACE, parse(tools=[TOOL]), (0, wire.say(said)), (0, last))["content"][-1]
+    assert block["input"]["incomplete_arguments"].startswith(deep)
+
+
 @pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize("name", ANSWERS)
 @given(st.data())

@@ -15,10 +15,11 @@ from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
 from core.tool_formats import FORMATS as TOOL_FORMATS
 from core.types import FinishReason
-from server.api import responses
+from server.api import history, responses
 from server.api.chat import SURFACE
 from server.api.fields import ChatPrompt, GenerationCall
 from server.api.tools import MAX_TOOLS, call_constraint
+from tests.call_counter import InstructionCounter
 from tests.core.grammars import compiler
 from tests.server.api import wire
 from tests.server.api.wire import CONTEXT, DEFAULTS, read_events, say, sdk_reading
@@ -278,6 +279,16 @@ ONE, TWO = result(tool_call_id="a"), result(tool_call_id="b")
 def test_a_result_has_the_id_and_name_of_its_call(messages: Any, answered: list[tuple[str | None, str]]) -> None:
     results = [one for one in prompt_of(parsed(messages=messages)).messages if one["role"] == "tool"]
     assert [(one.get("tool_call_id"), one["name"]) for one in results] == answered
+
+
+def test_results_find_their_calls_in_a_time_that_grows_with_their_number_alone() -> None:
+    def instructions(num: int) -> int:
+        messages = [calling(*[(None, "f")] * num), *[result(name="f")] * num]
+        with InstructionCounter(lambda file: file == history.__file__) as counted:
+            parsed(messages=messages)
+        return counted.num_instructions
+
+    assert instructions(400) < 10 * instructions(50)
 
 
 @pytest.mark.parametrize(
