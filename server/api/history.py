@@ -99,14 +99,16 @@ def chat_prompt(
     return with_end(ChatPrompt(tuple(made), param, params[-1], shown, template_kwargs), None, is_begun)
 
 
-def joined_turn(turn: Message, more: Message) -> Message:
-    """Two messages of one role as one."""
-    contents = [one.content for one in (turn, more) if isinstance(one.content, str)]
-    thoughts = [one.reasoning_content for one in (turn, more) if one.reasoning_content]
+def joined_turn(messages: Sequence[Message]) -> Message:
+    """Messages of one role as one."""
+    if len(messages) == 1:
+        return messages[0]
+    contents = [one.content for one in messages if isinstance(one.content, str)]
+    thoughts = [one.reasoning_content for one in messages if one.reasoning_content]
     return msgspec.structs.replace(
-        turn,
+        messages[0],
         content="\n".join(contents) if contents else None,
-        tool_calls=[*(turn.tool_calls or ()), *(more.tool_calls or ())] or None,
+        tool_calls=[call for one in messages for call in one.tool_calls or ()] or None,
         reasoning_content="\n".join(thoughts) or None,
     )
 

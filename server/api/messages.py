@@ -209,20 +209,19 @@ def _prompt(
 ) -> ChatPrompt:
     if not wire.messages:
         raise InvalidRequest("messages is empty: send at least one message.", "messages")
-    made: list[tuple[Message, str]] = []
+    made: list[tuple[list[Message], str]] = []  # turns of one role in a row are one
     system = _without_billing(wire.system)
     if system:
-        made.append((Message(role="system", content=_text(system, "system")), "system"))
+        made.append(([Message(role="system", content=_text(system, "system"))], "system"))
     for i, turn in enumerate(wire.messages):
         where = f"messages[{i}]"
         is_own, has_calls = turn.role == "assistant", defaults.tool_style is not None
         for message, place in _assistant(turn, where, has_calls) if is_own else _others(turn, where):
-            last = made[-1][0] if made else None
-            if last is not None and last.role == message.role and message.role in ("user", "assistant"):
-                made[-1] = (joined_turn(last, message), made[-1][1])  # turns of one role in a row are one
+            if made and made[-1][0][0].role == message.role and message.role in ("user", "assistant"):
+                made[-1][0].append(message)
             else:
-                made.append((message, place))
-    messages, params = [one for one, _ in made], [where for _, where in made]
+                made.append(([message], place))
+    messages, params = [joined_turn(turn) for turn, _ in made], [where for _, where in made]
     prompt = chat_prompt(messages, defaults.tool_style, tools, "messages", params, variables, "tool_use_id")
     last = messages[-1]
     return with_end(prompt, None, last.role == "assistant" and not last.tool_calls)  # a prefill: the answer goes on

@@ -162,8 +162,8 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 def _prompt(
     wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | None, variables: dict[str, Any] | None
 ) -> ChatPrompt:
-    messages = [Message(role="system", content=wire.instructions)] if wire.instructions else []
-    num_before = len(messages)
+    turns = [[Message(role="system", content=wire.instructions)]] if wire.instructions else []
+    num_before = len(turns)
     if isinstance(wire.input, str):
         items = [InputItem(role="user", content=wire.input)]
     elif wire.input:
@@ -171,24 +171,24 @@ def _prompt(
     else:
         raise InvalidRequest("input is empty: send text or at least one message.", "input")
     params = ["instructions"] * num_before
-    thought = ""  # the text of the reasoning items before a message
+    thoughts: list[str] = []  # of the reasoning items before a message
     for i, item in enumerate(items):
         param = "input" if isinstance(wire.input, str) else f"input[{i}]"
         if item.type == "reasoning":
-            thought = "\n".join(filter(None, (thought, _thought(item, param))))
+            thoughts.append(_thought(item, param))
             continue
         for message in _messages(item, param, style is not None):
             if message.role == "assistant":
-                message = msgspec.structs.replace(message, reasoning_content=thought or None)
-            thought = ""
-            if message.tool_calls and len(messages) > num_before and messages[-1].role == "assistant":
-                messages[-1] = joined_turn(messages[-1], message)  # one turn: its text, and its calls
+                message = msgspec.structs.replace(message, reasoning_content="\n".join(filter(None, thoughts)) or None)
+            thoughts.clear()
+            if message.tool_calls and len(turns) > num_before and turns[-1][0].role == "assistant":
+                turns[-1].append(message)  # one turn: its text, and its calls
             else:
-                messages.append(message)
+                turns.append([message])
                 params.append(param)
-    if len(messages) == num_before:
+    if len(turns) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
-    return chat_prompt(messages, style, tools, "input", params, variables, "call_id")
+    return chat_prompt([*map(joined_turn, turns)], style, tools, "input", params, variables, "call_id")
 
 
 def _thought(item: InputItem, param: str) -> str:
