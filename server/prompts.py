@@ -63,6 +63,9 @@ RERANK_TEMPLATE = (
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 IDENTITY = ("model_digest", "settings_digest", "version")
 UNASKED_TOKENS = 1024  # of an answer whose length is not asked for, that a prompt which is cut leaves free
+MOST_ECHOED = (
+    1 << 19
+)  # logprobs of prompts that are written for more than one answer: a quarter of a second of the loop
 _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
 
 
@@ -174,6 +177,7 @@ class PromptReader:
             computed, context = self._fit(call, prompts, tenant, partial(self._computed, marks=marks, domain=domain))
         marks.enter(Stage.OFFLOAD)
         ids, text = [ids for _, ids in computed], computed[0][0]
+        _check_echo(call, ids)
         call = _with_thought_start(call, text)
         return Prepared(
             call,
@@ -648,6 +652,18 @@ def _check_sequences(call: GenerationCall, most: int) -> None:
         raise InvalidRequest(f"{chosen} cannot stream: the best answers are known only at the end.", "stream")
     if is_search:
         _check_beams(call)
+
+
+def _check_echo(call: GenerationCall, ids: Sequence[tuple[int, ...]]) -> None:
+    """Raises InvalidRequest: writing the prompts' logprobs once for each of their answers would hold everybody up."""
+    if not call.echo or call.tokens.num_logprobs is None or call.num_sequences == 1:
+        return
+    num = call.num_sequences * sum(map(len, ids)) * (1 + call.tokens.num_logprobs)
+    if num > MOST_ECHOED:
+        message = (
+            f"The prompt's logprobs, once for each of n answers, would be {num:,} numbers of at most {MOST_ECHOED:,}."
+        )
+        raise InvalidRequest(f"{message} Send n: 1, shorter prompts or fewer logprobs.", "n")
 
 
 def _check_beams(call: GenerationCall) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
+from server import prompts
 from server.gate.tenants import Limits, Tenant
 from server.generation import OFFLOAD_BYTES
 from tests.server.simulated_server import (
@@ -117,6 +118,17 @@ def test_a_prompt_that_is_too_long_is_told_by_the_field_that_it_came_in(
 def test_a_prompt_that_fills_the_context_is_told_that_an_answer_has_no_room() -> None:
     message = ask(completion(prompt=[7] * 200)).json["error"]["message"]
     assert "the prompt has 200 tokens, which leaves none for an answer." in message
+
+
+@pytest.mark.parametrize(("most", "status"), [(60, 200), (59, 400)])
+def test_logprobs_of_a_prompt_are_not_written_for_any_number_of_answers(
+    monkeypatch: pytest.MonkeyPatch, most: int, status: int
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_ECHOED", most)
+    answer = ask(completion(prompt=[7] * 10, n=2, logprobs=2, echo=True, max_tokens=1))
+    assert answer.status == status
+    if status == 400:
+        assert answer.json["error"]["param"] == "n"
 
 
 def test_wrong_method_names_the_right_ones() -> None:
