@@ -16,6 +16,7 @@ import asyncio
 import enum
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ from server.gate.admission import Admission, Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines, Tenant
 from server.gate.text_rules import rule_book
+from server.gate.turns import TenantTurns
 from server.grammar_guard import CompileQueue
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, Ledger, unavailable
@@ -67,6 +69,7 @@ KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out
 FALLBACK = b"steploop-fallback"
 NEWS_EVERY_S = 0.1  # at most, of a place in the queue
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
+MAX_OFFLOADED = min(32, (os.cpu_count() or 1) + 4) - 2  # of the executor's threads: others wait for files
 # Of fields that ask for an answer in a form, and of escaped letters. To check a schema of 1 KB may take 100 ms.
 FORM_NAMES = tuple(b"schema structur guided tool function format regex grammar ebnf json \\u00".split())
 
@@ -349,8 +352,7 @@ class Generation:
         marks = StageMarks(self._clock)
         self._timings.enter(Stage.OFFLOAD, self._clock())
         try:
-            work = self._shared.compute(lambda: reader.prepare(self._surface, body, tenant, marks), weight_of(body))
-            prepared = await work
+            prepared = await self._compute(lambda: reader.prepare(self._surface, body, tenant, marks), body)
         finally:
             self._timings.take_over(marks)
         if not isinstance(prepared, Prepared):
@@ -360,7 +362,18 @@ class Generation:
         if constraint is not None:
             self._timings.enter(Stage.GRAMMAR, self._clock())
             grammar = await self._shared.grammar_of(constraint, tenant.name)
-        return await self._shared.compute(lambda: self._shared.reader.held(prepared, grammar), weight_of(body))
+        return await self._compute(lambda: self._shared.reader.held(prepared, grammar), body)
+
+    async def _compute(self, work: Callable[[], T], body: bytes) -> T:
+        """See Generations.compute. Raises OwnDeadlineExceeded: other requests of the tenant, or all, took too long."""
+        tenant = self._ticket.caller.tenant
+        deadlines = self._shared.deadlines.replaced_by(tenant.deadlines)
+        due = min(("ttft_s", "total_s"), key=lambda name: getattr(deadlines, name))
+        due_s = self._timings.arrived_s + getattr(deadlines, due)
+        try:
+            return await self._shared.compute(work, weight_of(body), tenant.name, due_s if due_s < math.inf else None)
+        except TimeoutError:
+            raise deadlines.exceeded(due) from None
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream
@@ -965,6 +978,7 @@ class Generations:
     others: Mapping[str, AnyBackend] = field(default_factory=dict)
     grammars: GrammarCache = field(default_factory=GrammarCache)
     compiling: CompileQueue = field(default_factory=CompileQueue)
+    turns: TenantTurns = field(default_factory=lambda: TenantTurns(MAX_OFFLOADED, MAX_OFFLOADED // 2))
     active: dict[str, Generation] = field(default_factory=dict)
     resumable: ResumableStreams = field(init=False)
     offload_compiling: Offload | None = None  # of grammars; None: as other work
@@ -1033,7 +1047,7 @@ class Generations:
         """
         if not self.others:
             return self.known_own
-        name = await self.compute(lambda: _name_in(body), len(body))
+        name = await self.compute(lambda: _name_in(body), len(body), tenant.name)
         if name is not None and not isinstance(name, str):
             raise InvalidRequest("model must be a string.", "model", "invalid_type")
         if name is not None and name not in self.others:
@@ -1056,15 +1070,24 @@ class Generations:
         self.check_room(sharing_name, 0 if declared is None else int(declared))
         return await stream.read_body(round(min(self.max_body_bytes, most_bytes)), sharing_name)
 
-    async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
+    async def compute(self, work: Callable[[], T], num_bytes: int, tenant: str, due_s: float | None = None) -> T:
         """Do work that takes longer the larger the body is: here, or off the loop if it would stall every stream.
 
         Args:
             num_bytes: see weight_of.
+            tenant: whose work it is: tenants take turns.
+            due_s: when it must have begun, on the loop's clock.
+
+        Raises:
+            TimeoutError: it had not.
         """
         if num_bytes < OFFLOAD_BYTES:
             return work()
-        return await self.offload(work)
+        await self.turns.begin(tenant, due_s)
+        try:
+            return await self.offload(work)
+        finally:
+            self.turns.end(tenant)
 
     async def grammar_of(self, spec: GrammarSpec, tenant: str) -> Grammar:
         """Compiled off the loop, unless it was before.

@@ -30,6 +30,7 @@ from core.constraints import GrammarSpec
 from core.detokenizer import TokenBytes
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import SLICES, Grammar, GrammarCompiler, Vocabulary
+from server.gate.turns import TenantTurns
 from server.own_processes import start_module
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,7 @@ class CompileQueue:
     def __init__(self) -> None:
         self._tasks: dict[tuple[str, GrammarSpec], asyncio.Task[Grammar]] = {}
         self._num_queued = Counter[str]()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next one first
-        self._compiling = set[str]()  # tenants
+        self._turns = TenantTurns(MAX_AT_ONCE, 1)
 
     async def run(self, spec: GrammarSpec, tenant: str, work: Callable[[], Awaitable[Grammar]]) -> Grammar:
         """What `work` compiles in the tenant's turn; once for all requests of the tenant that wait for it.
@@ -74,26 +74,11 @@ class CompileQueue:
         return await asyncio.shield(self._tasks[key])
 
     async def _in_turn(self, tenant: str, work: Callable[[], Awaitable[Grammar]]) -> Grammar:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        self._give_turns()
-        await turn
+        await self._turns.begin(tenant)
         try:
             return await work()
         finally:
-            self._compiling.discard(tenant)
-            self._give_turns()
-
-    def _give_turns(self) -> None:
-        for tenant in [*self._waiting]:
-            if tenant in self._compiling or len(self._compiling) == MAX_AT_ONCE:
-                continue
-            waiting = self._waiting.pop(tenant)
-            if not (turn := waiting.popleft()).done():  # cancelled as the loop ends
-                turn.set_result(None)
-                self._compiling.add(tenant)
-            if waiting:  # behind the other tenants
-                self._waiting[tenant] = waiting
+            self._turns.end(tenant)
 
     def _on_done(self, key: tuple[str, GrammarSpec], task: asyncio.Task[Grammar]) -> None:
         del self._tasks[key]

@@ -86,8 +86,9 @@ async def respond(exchange: Exchange) -> None:
 
 def stored_turn(exchange: Exchange) -> Turn | None:
     """None: no responses are stored."""
-    store, compute = exchange.server.responses, exchange.server.served.compute
-    return None if store is None else Turn(store, exchange.known_caller.tenant.name, compute)
+    store, tenant = exchange.server.responses, exchange.known_caller.tenant.name
+    compute = partial(exchange.server.served.compute, tenant=tenant)
+    return None if store is None else Turn(store, tenant, compute)
 
 
 def known_responses(exchange: Exchange) -> Responses:
@@ -185,7 +186,9 @@ def computing(
                 exchange.send(await reader.ask(exchange.stream.request.path, body, caller))
                 return
             cards, own = exchange.own_cards, served.reader
-            reply, unknown_fields = await served.compute(lambda: work(own, cards, caller.tenant, body), weight_of(body))
+            tenant = caller.tenant
+            done = await served.compute(lambda: work(own, cards, tenant, body), weight_of(body), tenant.name)
+            reply, unknown_fields = done
         finally:
             place.leave(exchange.server.clock.monotonic())
         if own.turns is not None:

@@ -252,11 +252,12 @@ def _add_integers(builder, total, x, y):
     x, y = (builder.bitcast(each, HALVES) for each in (x, y))
     if HAS_AVX512:
         return builder.add(total, call(builder, "llvm.x86.avx512.pmaddw.d.512", PAIRS, x, y))
-    parts = []
-    for order in (range(LANES), range(LANES, 2 * LANES)):
-        both = (shuffle(builder, each, each, list(order)) for each in (x, y))
-        parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(INT32, LANES // 2), *both))
-    return builder.add(total, shuffle(builder, *parts, list(range(LANES))))
+
+    def half(first):
+        both = (shuffle(builder, each, each, list(range(first, first + LANES))) for each in (x, y))
+        return call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(INT32, LANES // 2), *both)
+
+    return builder.add(total, shuffle(builder, half(0), half(LANES), list(range(LANES))))
 
 
 @contextmanager
