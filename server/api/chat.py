@@ -9,7 +9,6 @@ from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
 from core.types import Delta, TokenLogprobs, Usage
-from server.api.decoding import decode
 from server.api.fields import (
     ChoiceFields,
     DefaultsOf,
@@ -18,9 +17,9 @@ from server.api.fields import (
     NumLikely,
     generation_call,
     num_logprobs_of,
+    read_body,
 )
 from server.api.history import Message, Prediction, chat_prompt, flatten, with_end
-from server.api.known_fields import rules_of
 from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import (
     ChunkStream,
@@ -71,8 +70,8 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ChatBody, rules_of("chat"))
-    model, defaults = defaults_of(wire.model)
+    read = read_body(body, ChatBody, "chat", defaults_of)
+    wire, defaults = read.wire, read.defaults
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     tools = _tools(wire, defaults.tool_style)
     thought, variables = thought_wishes(wire, defaults.thought_style)
@@ -80,16 +79,13 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     documents = tuple(_scored(one, f"documents[{i}].score") for i, one in enumerate(wire.documents or ()))
     prompt = msgspec.structs.replace(prompt, documents=documents)
     return generation_call(
-        wire,
-        model,
-        defaults,
+        read,
         (with_end(prompt, wire.add_generation_prompt, wire.continue_final_message),),
         tools=tools,
         thought=thought,
         max_tokens=max_tokens,
         num_logprobs=num_logprobs_of(wire.logprobs, wire.top_logprobs, defaults.limits),
         prediction="" if wire.prediction is None else flatten(wire.prediction.content, "prediction.content"),
-        unknown_fields=unknown_fields,
     )
 
 

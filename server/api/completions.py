@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from core.errors import InvalidRequest
 from core.types import Delta, TokenLogprobs, Usage
-from server.api.decoding import decode
 from server.api.fields import (
     MOST_MAX_TOKENS,
     ChoiceFields,
@@ -23,8 +22,8 @@ from server.api.fields import (
     check_range,
     checked_ids,
     generation_call,
+    read_body,
 )
-from server.api.known_fields import rules_of
 from server.api.replies import (
     ChunkStream,
     Envelope,
@@ -61,8 +60,8 @@ class CompletionBody(ChoiceFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, CompletionBody, rules_of("completions"))
-    model, defaults = defaults_of(wire.model)
+    read = read_body(body, CompletionBody, "completions", defaults_of)
+    wire, defaults = read.wire, read.defaults
     if wire.max_tokens == 0 and not wire.echo:
         raise InvalidRequest("max_tokens must be at least 1, or 0 with echo: true for the prompt alone.", "max_tokens")
     if wire.logprobs is not None:
@@ -77,15 +76,12 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         message = f"{len(prompts)} prompts with n answers each must be at most {MAX_ANSWERS} answers. Send fewer."
         raise InvalidRequest(message, "n")
     return generation_call(
-        wire,
-        model,
-        defaults,
+        read,
         prompts,
         max_tokens=DEFAULT_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens,
         num_logprobs=wire.logprobs,
         echo=bool(wire.echo),
         best_of=best_of,
-        unknown_fields=unknown_fields,
     )
 
 

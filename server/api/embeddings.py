@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from core.errors import InvalidRequest
 from core.types import LOWEST_CLASS, TOP_CLASS, Delta, SamplingParams, Usage
-from server.api.decoding import decode
 from server.api.fields import (
     DefaultsOf,
     GenerationCall,
@@ -23,11 +22,12 @@ from server.api.fields import (
     ModelName,
     PoolingStyle,
     Prompt,
+    ReadBody,
     TextPrompt,
     check_range,
     checked_ids,
+    read_body,
 )
-from server.api.known_fields import rules_of
 from server.api.replies import Extras, ReplyContext, StreamReply, Surface, WholeReply
 from server.gate.tenants import ANY_TIME, DeadlineTable
 from server.wire import sse
@@ -66,27 +66,23 @@ class OllamaBody(PooledFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, EmbeddingBody, rules_of("embeddings"))
-    model, defaults = defaults_of(wire.model)
-    style = style_of(defaults)
+    read = read_body(body, EmbeddingBody, "embeddings", defaults_of)
+    wire, style = read.wire, style_of(read.defaults)
     check_dimensions(wire.dimensions, style)
     before = named_prompt(style, wire.prompt_name)
-    prompts = _prompts(wire.input, before, wire.add_special_tokens is not False, defaults)
-    return pooled_call(wire, model, defaults, prompts, unknown_fields)
+    return pooled_call(read, _prompts(wire.input, before, wire.add_special_tokens is not False, read.defaults))
 
 
 def parse_ollama(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, OllamaBody, rules_of("embed"))
-    model, defaults = defaults_of(None if wire.model is None else wire.model.removesuffix(":latest"))
-    style = style_of(defaults)
+    read = read_body(body, OllamaBody, "embed", lambda name: defaults_of(name and name.removesuffix(":latest")))
+    wire, style = read.wire, style_of(read.defaults)
     check_dimensions(wire.dimensions, style)
     texts = wire.input if wire.input is not None else wire.prompt
     if texts is None:
         raise InvalidRequest("input is missing.", "input", "missing_required_parameter")
-    prompts = _prompts(texts, named_prompt(style, None), True, defaults)  # type: ignore[arg-type]  # lists are invariant
+    prompts = _prompts(texts, named_prompt(style, None), True, read.defaults)  # type: ignore[arg-type]  # lists are invariant
     cut = None if wire.truncate is False else TO_CONTEXT
-    call = pooled_call(wire, model, defaults, prompts, unknown_fields)
-    return msgspec.structs.replace(call, truncate_to=cut, wants_timings=True)
+    return msgspec.structs.replace(pooled_call(read, prompts), truncate_to=cut, wants_timings=True)
 
 
 def style_of(defaults: GenerationDefaults) -> PoolingStyle:
@@ -98,28 +94,21 @@ def style_of(defaults: GenerationDefaults) -> PoolingStyle:
     return defaults.pooling
 
 
-def pooled_call(
-    wire: PooledFields,
-    model: str,
-    defaults: GenerationDefaults,
-    prompts: tuple[Prompt, ...],
-    unknown_fields: tuple[str, ...],
-    param: str = "input",
-) -> GenerationCall:
-    style = style_of(defaults)
+def pooled_call(read: ReadBody[PooledFields], prompts: tuple[Prompt, ...], param: str = "input") -> GenerationCall:
+    wire = read.wire
     return GenerationCall(
-        model=model,
+        model=read.model,
         prompts=prompts,
         sampling=SamplingParams(max_tokens=0),
         cache_salt=wire.cache_salt or "",
         priority=PRIORITY if wire.priority is None else wire.priority,
         deadlines=ANY_TIME if wire.deadlines is None else ANY_TIME.replaced_by(wire.deadlines),
-        pooling=style,
+        pooling=style_of(read.defaults),
         prompts_param=param,
         truncate_to=wire.truncate_prompt_tokens,
         wire=wire,
         speculates=False,
-        unknown_fields=unknown_fields,
+        unknown_fields=read.unknown_fields,
     )
 
 

@@ -9,7 +9,7 @@ Thread: loop, or wherever a long body is parsed.
 import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,8 @@ from core.context_policy import Budgets, Policy
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import BANNED, LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
-from server.api.decoding import MAX_SHOWN_KEY, pieces
+from server.api.decoding import FUNCTION_KIND, MAX_SHOWN_KEY, decode, pieces
+from server.api.known_fields import Name, rules_of
 from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.api.tools import ToolWishes
@@ -34,6 +35,8 @@ DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 # Below it the division of logits overflows, and sampling is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
 _LEAST_SHARE = 1e-6  # of top_p and typical_p: at 0 one token is kept, too
+
+B = TypeVar("B", covariant=True)
 
 # The call: what a request of any surface becomes.
 
@@ -228,6 +231,28 @@ class ContextWishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 DefaultsOf = Callable[[str | None], tuple[str, GenerationDefaults]]
 
 
+class ReadBody(NamedTuple, Generic[B]):
+    """A body as its surface's struct, the names of its unknown fields, and the model that it asks."""
+
+    wire: B
+    unknown_fields: tuple[str, ...]
+    model: str
+    defaults: GenerationDefaults
+
+
+def read_body(
+    body: bytes | dict[str, Any],
+    shape: type[B],
+    surface: Name,
+    defaults_of: DefaultsOf,
+    function_kind: str = FUNCTION_KIND,
+) -> ReadBody[B]:
+    """Raises InvalidRequest: see decode; or what DefaultsOf raises."""
+    wire: Any
+    wire, unknown_fields = decode(body, shape, rules_of(surface), function_kind)
+    return ReadBody(wire, unknown_fields, *defaults_of(wire.model))
+
+
 class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed request of any surface. Choice p * num_sequences + i is sequence i of prompt p."""
 
@@ -372,9 +397,7 @@ _sampling_values, _default_values = attrgetter(*_SAMPLING_NAMES), attrgetter(*_D
 
 
 def generation_call(
-    fields: SamplingFields,
-    model: str,
-    defaults: GenerationDefaults,
+    body: ReadBody[SamplingFields],
     prompts: tuple[Prompt, ...],
     *,
     max_tokens: int | None,
@@ -385,7 +408,7 @@ def generation_call(
     format_param: str = "text.format",
     **own: Any,
 ) -> GenerationCall:
-    """The call that a surface's fields ask for, with the model's defaults where they are silent.
+    """The call that a surface's body asks for, with the model's defaults where it is silent.
 
     Args:
         max_tokens: None: as many as the model's defaults or the context allow.
@@ -397,6 +420,7 @@ def generation_call(
     Raises:
         InvalidRequest: a field is out of a range that depends on the model, or contradicts another.
     """
+    fields, defaults = body.wire, body.defaults
     wishes = _token_wishes(fields, num_logprobs)
     if isinstance(fields, ChoiceFields):
         _check_prompt_logprobs(fields, num_logprobs if echo else None, defaults.limits)
@@ -412,7 +436,7 @@ def generation_call(
     elif best_of > num_sequences and sampling.num_logprobs is None:
         sampling = msgspec.structs.replace(sampling, num_logprobs=0)
     return GenerationCall(
-        model=model,
+        model=body.model,
         prompts=prompts,
         sampling=sampling,
         num_sequences=num_sequences,
@@ -431,6 +455,7 @@ def generation_call(
         is_resumable=bool(fields.resumable),
         speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,
+        unknown_fields=body.unknown_fields,
         **own,
     )
 

@@ -11,22 +11,21 @@ from msgspec import Meta
 
 from core.errors import InvalidRequest, ServiceError
 from core.types import BANNED, Delta, FinishReason, TokenLogprobs, Usage
-from server.api.decoding import decode
 from server.api.fields import (
     ClampedFields,
     DefaultsOf,
     GenerationCall,
-    GenerationDefaults,
     IdsPrompt,
     MixedPrompt,
     NumLikely,
     Prompt,
+    ReadBody,
     TextPrompt,
     check_range,
     checked_ids,
     generation_call,
+    read_body,
 )
-from server.api.known_fields import rules_of
 from server.api.models import ServerCard
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, error_event, logprob_entries
 from server.wire import sse
@@ -62,9 +61,8 @@ class InfillBody(_Body, frozen=True, kw_only=True):
 
 
 def parse_completion(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, CompletionBody, rules_of("completion"))
-    model, defaults = defaults_of(wire.model)
-    return _call(wire, model, defaults, _prompt(wire.prompt, defaults.vocab_size), unknown_fields)
+    read = read_body(body, CompletionBody, "completion", defaults_of)
+    return _call(read, _prompt(read.wire.prompt, read.defaults.vocab_size))
 
 
 def _prompt(given: str | list[int | str | list[Any]], vocab_size: int) -> Prompt:
@@ -84,32 +82,27 @@ def _prompt(given: str | list[int | str | list[Any]], vocab_size: int) -> Prompt
 
 
 def parse_infill(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, InfillBody, rules_of("infill"))
-    model, defaults = defaults_of(wire.model)
+    read = read_body(body, InfillBody, "infill", defaults_of)
+    wire = read.wire
     extra = tuple((chunk.filename, chunk.text) for chunk in wire.input_extra or ())
     prompt = TextPrompt(
         wire.input_prefix + (wire.prompt or ""), suffix=wire.input_suffix, extra=extra, suffix_param="input_suffix"
     )
-    call = _call(wire, model, defaults, prompt, unknown_fields)
-    return msgspec.structs.replace(call, prompts_param="input_prefix")
+    return msgspec.structs.replace(_call(read, prompt), prompts_param="input_prefix")
 
 
-def _call(
-    wire: _Body, model: str, defaults: GenerationDefaults, prompt: Prompt, unknown_fields: tuple[str, ...]
-) -> GenerationCall:
+def _call(read: ReadBody[_Body], prompt: Prompt) -> GenerationCall:
+    wire, defaults = read.wire, read.defaults
     if wire.n_probs is not None:
         check_range("n_probs", wire.n_probs, 0, defaults.limits.num_top_logprobs)
     if wire.stream and wire.response_fields:
         raise InvalidRequest("response_fields cannot be used with stream. Leave one of them out.", "response_fields")
     call = generation_call(
-        wire,
-        model,
-        defaults,
+        read,
         (prompt,),
         max_tokens=wire.max_tokens,
         num_logprobs=wire.n_probs or (0 if wire.return_tokens else None),
         wire=wire,
-        unknown_fields=unknown_fields,
     )
     sampling = call.sampling
     if sampling.ignore_eos:  # elsewhere ends are sampled and ignored, as of vLLM

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, Usage
-from server.api.decoding import decode, page_behind, page_of
+from server.api.decoding import page_behind, page_of
 from server.api.fields import (
     UNLIMITED_TOKENS,
     ChatPrompt,
@@ -26,9 +26,9 @@ from server.api.fields import (
     MaxTokens,
     SamplingFields,
     generation_call,
+    read_body,
 )
 from server.api.history import Message, chat_prompt, found_text, joined_turn, missing_field, unsupported, with_end
-from server.api.known_fields import rules_of
 from server.api.models import ServedModel
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
 from server.api.replies import STATUSES, ErrorForm, ErrorObject, Extras, ReplyContext, Surface, WholeReply, list_reply
@@ -140,16 +140,17 @@ class CountBody(MessagesBody, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    return _call(*decode(body, MessagesBody, rules_of("messages"), FUNCTION_KIND), defaults_of)
+    return _call(body, MessagesBody, defaults_of)
 
 
 def parse_count(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     """The call that the request of count_tokens would make."""
-    return _call(*decode(body, CountBody, rules_of("messages"), FUNCTION_KIND), defaults_of)
+    return _call(body, CountBody, defaults_of)
 
 
-def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: DefaultsOf) -> GenerationCall:
-    model, defaults = defaults_of(wire.model)
+def _call(body: bytes, shape: type[MessagesBody], defaults_of: DefaultsOf) -> GenerationCall:
+    read = read_body(body, shape, "messages", defaults_of, FUNCTION_KIND)
+    wire, defaults = read.wire, read.defaults
     choice = wire.tool_choice or ToolChoice(type="auto")
     functions = [_function(tool, i) for i, tool in enumerate(wire.tools or ())]
     tools = tool_wishes(
@@ -172,9 +173,7 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
     )
     where = "output_config.format" if config.format is not None else "output_format"
     return generation_call(
-        wire,
-        model,
-        defaults,
+        read,
         (_prompt(wire, defaults, tools, variables),),
         tools=tools,
         thought=thought,
@@ -182,7 +181,6 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
         num_logprobs=None,
         text_format=config.format or wire.output_format,
         format_param=where,
-        unknown_fields=unknown_fields,
     )
 
 

@@ -5,7 +5,7 @@ Its options are the other surfaces' fields under names of its own. Thread: loop,
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,15 +21,15 @@ from server.api.fields import (
     ClampedFields,
     DefaultsOf,
     GenerationCall,
-    GenerationDefaults,
     MaxTokens,
     NumLikely,
+    ReadBody,
     TextPrompt,
     generation_call,
     num_logprobs_of,
+    read_body,
 )
 from server.api.history import Message, chat_prompt
-from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
 from server.api.reasoning import ThoughtWishes, answer_parser, parts_of, wishes_of
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, logprob_entries, status_of
@@ -41,6 +41,8 @@ LATEST = ":latest"  # the tag that clients add to a name without one
 _MS_NS = 1_000_000
 _CAPABILITIES = {"generate": "completion", "embed": "embedding"}
 _REASONS = {FinishReason.LENGTH: "length"}
+
+B = TypeVar("B")
 
 
 class OllamaCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,22 +99,22 @@ class GenerateBody(OllamaFields, frozen=True, kw_only=True):
 
 
 def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = _decode(body, ChatBody)
-    model, defaults = defaults_of(_name(wire.model))
+    read = _read(body, ChatBody, defaults_of)
+    wire, defaults = read.wire, read.defaults
     if not wire.messages:
-        raise NothingAsked(model, True, wire.keep_alive)
+        raise NothingAsked(read.model, True, wire.keep_alive)
     tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, defaults.tool_style)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
     thought, variables = _thought(wire, defaults.thought_style)
     prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=variables, call_field="tool_name")
-    return _call(wire, model, defaults, prompt, thought, unknown_fields, tools)
+    return _call(read, prompt, thought, tools)
 
 
 def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = _decode(body, GenerateBody)
-    model, defaults = defaults_of(_name(wire.model))
+    read = _read(body, GenerateBody, defaults_of)
+    wire = read.wire
     if not (wire.prompt or wire.suffix):
-        raise NothingAsked(model, False, wire.keep_alive)
+        raise NothingAsked(read.model, False, wire.keep_alive)
     prompt: ChatPrompt | TextPrompt
     is_raw = bool(wire.raw or wire.suffix)
     if is_raw and wire.context:
@@ -120,7 +122,7 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
             "context continues a conversation: it cannot be combined with raw or suffix. Leave one of them out.",
             "context",
         )
-    thought, variables = _thought(wire, None if is_raw else defaults.thought_style)
+    thought, variables = _thought(wire, None if is_raw else read.defaults.thought_style)
     if is_raw:
         prompt = TextPrompt(wire.prompt or "", suffix=wire.suffix or None)
     else:
@@ -128,7 +130,7 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         if wire.system:
             turns = [Message(role="system", content=wire.system), *(one for one in turns if one.role != "system")]
         prompt = chat_prompt(turns, param="prompt", template_kwargs=variables)
-    return _call(wire, model, defaults, prompt, thought, unknown_fields)
+    return _call(read, prompt, thought)
 
 
 # `context` is the turns so far, as JSON: six bytes a number, which every client's numbers hold exactly, behind a mark.
@@ -172,7 +174,7 @@ def _thought(wire: OllamaFields, style: ThoughtStyle | None) -> tuple[ThoughtWis
     return wishes_of(style, wire.chat_template_kwargs, is_on, effort, "think")
 
 
-def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:
+def _read(body: bytes, shape: type[B], defaults_of: DefaultsOf) -> ReadBody[B]:
     """The body with its options beside the other fields; the format "json" is any object."""
     fields = parse_object(body)
     if fields.get("format") == "json":
@@ -184,29 +186,24 @@ def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:
         raise InvalidRequest("options must be an object.", "options", "invalid_type")
     if twice := sorted(fields.keys() & options.keys()):
         raise InvalidRequest(f"options.{twice[0]} is a field of the request itself. Send it once.", "options")
-    return decode(fields | options, shape, rules_of("ollama"))
+    return read_body(fields | options, shape, "ollama", lambda name: defaults_of(_name(name)))
 
 
 def _call(
-    wire: OllamaFields,
-    model: str,
-    defaults: GenerationDefaults,
+    read: ReadBody[OllamaFields],
     prompt: ChatPrompt | TextPrompt,
     thought: ThoughtWishes | None,
-    unknown_fields: tuple[str, ...],
     tools: ToolWishes | None = None,
 ) -> GenerationCall:
     """A stream unless it says otherwise, and with the times that a last line has."""
+    wire = read.wire
     call = generation_call(
-        wire,
-        model,
-        defaults,
+        read,
         (prompt,),
         max_tokens=wire.max_tokens,
-        num_logprobs=num_logprobs_of(wire.logprobs, wire.top_logprobs, defaults.limits),
+        num_logprobs=num_logprobs_of(wire.logprobs, wire.top_logprobs, read.defaults.limits),
         thought=thought,
         tools=tools,
-        unknown_fields=unknown_fields,
     )
     return msgspec.structs.replace(call, is_stream=wire.stream is not False, wants_timings=True, wire=wire)
 

@@ -11,7 +11,6 @@ from core.context_policy import Policy
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.tool_detection import ToolStyle
 from core.types import Delta, FinishReason, Usage
-from server.api.decoding import decode
 from server.api.fields import (
     ChatPrompt,
     DefaultsOf,
@@ -21,6 +20,7 @@ from server.api.fields import (
     SamplingFields,
     check_range,
     generation_call,
+    read_body,
 )
 from server.api.history import (
     Content,
@@ -32,7 +32,6 @@ from server.api.history import (
     joined_turn,
     missing_field,
 )
-from server.api.known_fields import rules_of
 from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.api.structured import ResponseFormat
@@ -124,8 +123,8 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ResponsesBody, rules_of("responses"))
-    model, defaults = defaults_of(wire.model)
+    read = read_body(body, ResponsesBody, "responses", defaults_of)
+    wire, defaults = read.wire, read.defaults
     if wire.previous_response_id is not None and not defaults.stores_responses:
         message = (
             "This server stores no responses. Send the history as input, or ask the operator: --store-responses 30d."
@@ -145,9 +144,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     thought, variables = thought_wishes(wire, defaults.thought_style)
     has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
     return generation_call(
-        wire,
-        model,
-        defaults,
+        read._replace(wire=wire),
         (_prompt(wire, style, tools, variables),),
         tools=tools,
         thought=thought,
@@ -155,7 +152,6 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         num_logprobs=num_logprobs if has_logprobs else None,
         text_format=None if wire.text is None else wire.text.format,
         wire=wire,
-        unknown_fields=unknown_fields,
     )
 
 

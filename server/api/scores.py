@@ -13,10 +13,16 @@ from msgspec import Meta
 
 from core.errors import InvalidRequest
 from core.types import Delta, Usage
-from server.api.decoding import decode
 from server.api.embeddings import PooledFields, check_num_texts, never_streams, pooled_call, pooled_usage, style_of
-from server.api.fields import DefaultsOf, GenerationCall, GenerationDefaults, PairPrompt, Prompt, TextPrompt
-from server.api.known_fields import rules_of
+from server.api.fields import (
+    DefaultsOf,
+    GenerationCall,
+    GenerationDefaults,
+    PairPrompt,
+    Prompt,
+    TextPrompt,
+    read_body,
+)
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply
 
 MOST_CHARS = 16_000_000  # of all pairs, in each of which the query is tokenized anew
@@ -41,27 +47,25 @@ class ScoreBody(PooledFields, frozen=True, kw_only=True):
 
 
 def parse_rerank(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, RerankBody, rules_of("rerank"))
-    model, defaults = defaults_of(wire.model)
+    read = read_body(body, RerankBody, "rerank", defaults_of)
+    wire, defaults = read.wire, read.defaults
     texts = [one if isinstance(one, str) else one.text for one in wire.documents]
     check_num_texts(len(texts), "documents", defaults)
     prompts = style_of(defaults).prompts
     before = prompts.get("query", ""), prompts.get("document", prompts.get("passage", ""))
-    made = _prompts([wire.query], texts, wire.instruction, before, defaults)
-    return pooled_call(wire, model, defaults, made, unknown_fields, "documents")
+    return pooled_call(read, _prompts([wire.query], texts, wire.instruction, before, defaults), "documents")
 
 
 def parse_score(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ScoreBody, rules_of("score"))
-    model, defaults = defaults_of(wire.model)
+    read = read_body(body, ScoreBody, "score", defaults_of)
+    wire, defaults = read.wire, read.defaults
     first, second = ([one] if isinstance(one, str) else one for one in (wire.text_1, wire.text_2))
     for param, texts in (("text_1", first), ("text_2", second)):
         check_num_texts(len(texts), param, defaults)
     if len(first) not in (1, len(second)):
         message = f"text_1 has {len(first)} texts, and text_2 {len(second)}. Send one, or as many, in text_1."
         raise InvalidRequest(message, "text_1")
-    made = _prompts(first, second, wire.instruction, ("", ""), defaults)
-    return pooled_call(wire, model, defaults, made, unknown_fields, "text_2")
+    return pooled_call(read, _prompts(first, second, wire.instruction, ("", ""), defaults), "text_2")
 
 
 def _prompts(

@@ -87,7 +87,7 @@ LOOP_STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "auth": (Authenticator, "identify", lambda _, asked, *__: is_named_guilty(asked)),
     "quota": (Quotas, "ticket_for", Once()),
     "body": (HttpStream, "read_body", lambda stream, *_: is_named_guilty(stream.request)),
-    "validate": (chat_surface, "decode", lambda body, *_: GUILTY.encode() in body),
+    "validate": (chat_surface, "read_body", lambda body, *_: GUILTY.encode() in body),
     "template and tokenize": (PromptReader, "_rendered", lambda _, prompt, *__: GUILTY in str(prompt)),
     "reserve": (Ticket, "reserve", Once()),
     "detokenize": (Detokenizer, "push_token", Once()),

@@ -79,7 +79,7 @@ def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format
 
 
 @pytest.mark.usefixtures("_restore_loggers")
-@pytest.mark.parametrize(("owner", "name"), [(chat_surface, "decode"), (Detokenizer, "push_token")])
+@pytest.mark.parametrize(("owner", "name"), [(chat_surface, "read_body"), (Detokenizer, "push_token")])
 def test_traceback_of_a_fault_tells_no_text(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     handler = configure_logging("debug", "json", log)
