@@ -25,7 +25,7 @@ from server.clock import Clock
 from server.gate.identity import LOCAL_CALLER, Caller, mask_keys
 from server.gate.tenants import LOCAL_NAME, OwnDeadlineExceeded
 from server.observing.logs import AccessRecord, RequestOutcome, access_is_logged, log_access
-from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
+from server.observing.metrics import OUR_REFUSALS, Metrics
 from server.observing.timing import MS_NS, S_NS, Stage, StageClock
 from server.wire.messages import Headers, HttpRequest, Peer
 from server.wire.stream import HttpStream
@@ -339,7 +339,7 @@ class Accounting:
         now_s = self.clock.monotonic()
         account.timings.finish(now_s)
         outcome = account.outcome
-        finished = Finished(
+        self.metrics.count_request(
             tenant=account.tenant,
             status=status,
             timings=account.timings,
@@ -348,7 +348,6 @@ class Accounting:
             error_code=None if account.request.path in PROBES else error_code,
             is_our_fault=_is_our_fault(account, error_code),
         )
-        self.metrics.count_request(finished)
         has_failed = error_code is not None and (outcome is not None or status == 500)
         is_kept = outcome is not None or has_failed
         is_refused = not is_kept and account.asks_generation and account.caller is not None

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from core.types import EngineStats, Usage
 from server import __version__
 from server.gate.identity import mask_keys
@@ -117,24 +115,6 @@ class Standing:
     jwks_age_s: float | None = None
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is over.
-
-    Args:
-        usage: None: it never became a generation.
-        error_code: of its error answer, or of what broke it off.
-        is_our_fault: not the client's, and not a limit's.
-    """
-
-    tenant: str
-    status: int
-    timings: StageClock
-    usage: Usage | None
-    error_code: str | None
-    is_our_fault: bool
-    is_billed: bool = True
-
-
 @dataclass(slots=True)
 class ModelCounts:
     """Of one model, or of all.
@@ -218,19 +198,34 @@ class Metrics(ModelCounts):
             if timings.end_s is not None:
                 counts.e2e.observe(timings.end_s - timings.accepted_s)
 
-    def count_request(self, done: Finished) -> None:
-        """To be called once for every request, when its last byte is out."""
-        self.responses[done.status] += 1
-        if done.usage is not None:
-            stages = done.timings.stages_ns()
-            self._count_stages(done.timings, stages)
-            self._count_tenant(done, done.usage, stages)
-            self._judge(done, done.usage)
-            if done.error_code is not None:
-                self.failed[done.error_code] += 1
-        elif done.error_code is not None:
-            self.refused[done.error_code] += 1
-            if done.is_our_fault:
+    def count_request(
+        self,
+        tenant: str,
+        status: int,
+        timings: StageClock,
+        usage: Usage | None,
+        error_code: str | None,
+        is_our_fault: bool,
+        is_billed: bool = True,
+    ) -> None:
+        """To be called once for every request, when its last byte is out.
+
+        Args:
+            usage: None: it never became a generation.
+            error_code: of its error answer, or of what broke it off.
+            is_our_fault: not the client's, and not a limit's.
+        """
+        self.responses[status] += 1
+        if usage is not None:
+            stages = timings.stages_ns()
+            self._count_stages(timings, stages)
+            self._count_tenant(tenant, usage if is_billed else Usage(0, 0), stages)
+            self._judge(timings, usage, error_code is None and status == 200, is_our_fault)
+            if error_code is not None:
+                self.failed[error_code] += 1
+        elif error_code is not None:
+            self.refused[error_code] += 1
+            if is_our_fault:
                 self.slo.observe(None, None, None, has_failed=True)
 
     def _count_stages(self, timings: StageClock, stages: Mapping[Stage, int]) -> None:
@@ -242,24 +237,22 @@ class Metrics(ModelCounts):
         if timings.first_token_s is not None and timings.end_s is not None:
             self.decode_time.observe(timings.end_s - timings.first_token_s)
 
-    def _count_tenant(self, done: Finished, usage: Usage, stages: Mapping[Stage, int]) -> None:
-        has_series = done.tenant in self.tenants or len(self.tenants) < MAX_TENANTS
-        counts = self.tenants.setdefault(done.tenant if has_series else OTHER_TENANTS, TenantCounts())
+    def _count_tenant(self, tenant: str, billed: Usage, stages: Mapping[Stage, int]) -> None:
+        has_series = tenant in self.tenants or len(self.tenants) < MAX_TENANTS
+        counts = self.tenants.setdefault(tenant if has_series else OTHER_TENANTS, TenantCounts())
         counts.num_requests += 1
-        if done.is_billed:
-            counts.num_prompt_tokens += usage.num_prompt_tokens
-            counts.num_cached_tokens += usage.num_cached_tokens
-            counts.num_completion_tokens += usage.num_completion_tokens
+        counts.num_prompt_tokens += billed.num_prompt_tokens
+        counts.num_cached_tokens += billed.num_cached_tokens
+        counts.num_completion_tokens += billed.num_completion_tokens
         counts.queue_s += stages.get(Stage.QUEUE, 0) / S_NS
 
-    def _judge(self, done: Finished, usage: Usage) -> None:
-        timings, is_whole = done.timings, done.error_code is None and done.status == 200
+    def _judge(self, timings: StageClock, usage: Usage, is_whole: bool, is_our_fault: bool) -> None:
         tokens_per_s = None
         if timings.first_token_s is not None and timings.end_s is not None and usage.num_completion_tokens > 1:
             decode_s = timings.end_s - timings.first_token_s
             tokens_per_s = (usage.num_completion_tokens - 1) / decode_s if decode_s > 0 else None
         latency_s = timings.total_ns / S_NS if is_whole else None
-        self.slo.observe(timings.ttft_s, latency_s, tokens_per_s, done.is_our_fault)
+        self.slo.observe(timings.ttft_s, latency_s, tokens_per_s, is_our_fault)
 
     def observe_step(self, stats: EngineStats) -> None:
         """To be called after each step; once is enough."""
