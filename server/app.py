@@ -132,7 +132,7 @@ class Exchange(Account):
     """A request, its state so far, and its answer.
 
     Args:
-        argument: the rest of the path behind the route's prefix, decoded.
+        argument: the name in the path, decoded, if the route's has one.
         errors: the route's error format; Anthropic's if the request has `anthropic-version`.
         identify: returns the caller, or raises ServiceError; None: by the request's credentials.
     """
@@ -208,7 +208,6 @@ class Operation:
         events: type of a stream's events, framed as `media_type`.
         ends_with_done: the last event is [DONE], not JSON.
         query: types of the query's fields.
-        below: path behind the route's prefix, such as "{file_id}/content".
     """
 
     summary: str
@@ -221,7 +220,6 @@ class Operation:
     media_type: bytes = EVENTS
     query: Mapping[str, Any] = field(default_factory=dict)
     status: int = 200
-    below: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +232,7 @@ class Route:
         needs_tokens: it is a generation, and counts against token quotas too.
         errors: format of its errors.
         headers: added to every answer, refusals included.
-        operations: several if the prefix has several paths below it; none for the dashboard's files.
+        operation: None: of the dashboard's files.
     """
 
     handler: Handler
@@ -244,7 +242,7 @@ class Route:
     needs_tokens: bool = False
     errors: ErrorForm = OPENAI_ERRORS
     headers: Headers = ()
-    operations: tuple[Operation, ...] = ()
+    operation: Operation | None = None
 
 
 class MethodNotAllowed(ServiceError):
@@ -264,7 +262,7 @@ class App:
     """Answers every request of every connection. The start of the server sets some attributes later, one by one.
 
     Args:
-        find_route: returns the route of a path and method, and the argument in the path; raises ServiceError.
+        find_route: returns the route of a path and method, and the name in the path; raises ServiceError.
         new_request_id: makes unique ids.
         new_span_id: makes ids of 16 hex digits, for the server's spans in clients' traces.
         cross_origin: origins whose pages may read answers; None: none.
@@ -471,9 +469,8 @@ class App:
                 self._check_operator(exchange)
         if route.needs_model:
             self.readiness.check()
-        if exchange.request.query and route.operations:
-            known_names = {name for operation in route.operations for name in operation.query}
-            unknown = parse_qs(exchange.request.query, keep_blank_values=True).keys() - known_names
+        if exchange.request.query and route.operation is not None:
+            unknown = parse_qs(exchange.request.query, keep_blank_values=True).keys() - route.operation.query.keys()
             self.metrics.count_hidden_fields(min(len(unknown), MAX_UNKNOWN_FIELDS))
         if route.is_counted:
             await self._handle_counted(route, exchange)

@@ -184,23 +184,19 @@ async def list_files(exchange: Exchange) -> None:
     exchange.send(list_reply([file_document(file) for file in found], has_more))
 
 
-async def show_file(exchange: Exchange) -> None:
-    """A file, or its content: /v1/files/ID/content."""
+async def find_file(exchange: Exchange) -> File:
     batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
-    file_id, _, what = exchange.argument.partition("/")
-    if what not in ("", "content"):
-        message = "Use /v1/files/ID or /v1/files/ID/content."
-        raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found")
-    file = await batches.offload(lambda: batches.store.file(tenant, file_id))
-    if what:
-        await send_content(exchange, batches, file)
-    else:
-        exchange.send(sse.json_line(file_document(file)))
+    return await batches.offload(lambda: batches.store.file(tenant, exchange.argument))
 
 
-async def send_content(exchange: Exchange, batches: Batches, file: File) -> None:
+async def show_file(exchange: Exchange) -> None:
+    exchange.send(sse.json_line(file_document(await find_file(exchange))))
+
+
+async def send_content(exchange: Exchange) -> None:
     """In pieces, as fast as the client reads."""
-    stream, unblocked = exchange.stream, asyncio.Event()
+    file, batches, stream = await find_file(exchange), known_batches(exchange), exchange.stream
+    unblocked = asyncio.Event()
     opened = await batches.offload(batches.store.path_of(file).open("rb").__enter__)
     try:
         exchange.enter(Stage.LAST_FLUSH)
@@ -294,13 +290,8 @@ async def show_batch(exchange: Exchange) -> None:
 
 
 async def cancel_batch(exchange: Exchange) -> None:
-    batch_id, _, action = exchange.argument.partition("/")
-    if action != "cancel":
-        raise ServiceError(
-            ErrorKind.NOT_FOUND, "There is no such route. To cancel a batch: POST /v1/batches/ID/cancel.", "not_found"
-        )
     batches = known_batches(exchange)
-    exchange.send(batch_document(await batches.cancel(exchange.known_caller.tenant.name, batch_id)))
+    exchange.send(batch_document(await batches.cancel(exchange.known_caller.tenant.name, exchange.argument)))
 
 
 def batch_document(batch: Batch) -> bytes:
@@ -316,35 +307,31 @@ def batch_fields(batch: Batch) -> dict[str, Any]:
     return shown | {"request_counts": counts, "errors": errors}
 
 
-def _route(handler: Handler, *operations: Operation) -> Route:
-    return Route(handler, Scope.INFERENCE, needs_model=False, operations=operations)
+def _route(handler: Handler, summary: str, *body: Any, **more: Any) -> Route:
+    return Route(handler, Scope.INFERENCE, needs_model=False, operation=Operation(summary, *body, **more))
 
 
 _BATCH = {"input_file_id": "file-...", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/files": {
-        "POST": _route(upload, Operation("Upload a batch's file", FORM_FIELDS, "files")),
+        "POST": _route(upload, "Upload a batch's file", FORM_FIELDS, "files"),
         "GET": _route(
             list_files,
-            Operation("The files", query=PAGE | {"limit": Annotated[int, Meta(ge=1, le=MOST_LISTED)], "purpose": str}),
+            "The files",
+            query=PAGE | {"limit": Annotated[int, Meta(ge=1, le=MOST_LISTED)], "purpose": str},
         ),
     },
     "/v1/batches": {
-        "POST": _route(create_batch, Operation("Run a file's requests", BatchBody, "batches", _BATCH)),
-        "GET": _route(list_batches, Operation("The batches", query={"after": str, "limit": PAGE["limit"]})),
+        "POST": _route(create_batch, "Run a file's requests", BatchBody, "batches", _BATCH),
+        "GET": _route(list_batches, "The batches", query={"after": str, "limit": PAGE["limit"]}),
     },
 }
-PREFIXES: dict[str, dict[str, Route]] = {
-    "/v1/files/": {
-        "GET": _route(
-            show_file,
-            Operation("A file", below="{file_id}"),
-            Operation("Its content", answer=b"application/octet-stream", below="{file_id}/content"),
-        ),
-        "DELETE": _route(delete_file, Operation("Delete a file", answer=Deleted, below="{file_id}")),
+TEMPLATES: dict[str, dict[str, Route]] = {
+    "/v1/files/{file_id}": {
+        "GET": _route(show_file, "A file"),
+        "DELETE": _route(delete_file, "Delete a file", answer=Deleted),
     },
-    "/v1/batches/": {
-        "GET": _route(show_batch, Operation("A batch", below="{batch_id}")),
-        "POST": _route(cancel_batch, Operation("Cancel a batch", below="{batch_id}/cancel")),
-    },
+    "/v1/files/{file_id}/content": {"GET": _route(send_content, "Its content", answer=b"application/octet-stream")},
+    "/v1/batches/{batch_id}": {"GET": _route(show_batch, "A batch")},
+    "/v1/batches/{batch_id}/cancel": {"POST": _route(cancel_batch, "Cancel a batch")},
 }

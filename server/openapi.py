@@ -5,7 +5,7 @@ fields: `x-aliases`, `x-refused` and `x-no-effect` of a body say what becomes of
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -40,9 +40,10 @@ _OF_BODIES = (ErrorKind.REQUEST_TIMEOUT, ErrorKind.BODY_TOO_LARGE, ErrorKind.UNS
 _OF_WORK = (ErrorKind.CANCELLED, ErrorKind.UPSTREAM, ErrorKind.DEADLINE_EXCEEDED, ErrorKind.KEY_REUSED)
 
 
-def document(routes: Routes, prefixes: Routes, limits: RequestLimits) -> bytes:
+def document(routes: Routes, limits: RequestLimits) -> bytes:
     """The document, as JSON. A path that has the route of an earlier one is another name of it."""
-    told = list(_told(routes, prefixes))
+    every = ((path, method, route) for path, methods in routes.items() for method, route in methods.items())
+    told = [(path, method, route, route.operation) for path, method, route in every if route.operation is not None]
     types = list(dict.fromkeys(one for _, _, route, operation in told for one in _types_of(route, operation)))
     with BUILDING:
         schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -79,13 +80,6 @@ def _bound(schema: Any, limits: RequestLimits) -> None:
         schema = list(schema.values())
     for inner in schema if isinstance(schema, list) else ():
         _bound(inner, limits)
-
-
-def _told(routes: Routes, prefixes: Routes) -> Iterator[tuple[str, str, Route, Operation]]:
-    for start, methods in [*routes.items(), *prefixes.items()]:
-        for method, route in methods.items():
-            for operation in route.operations:
-                yield start + operation.below, method, route, operation
 
 
 def _types_of(route: Route, operation: Operation) -> list[Any]:

@@ -101,20 +101,17 @@ def known_responses(exchange: Exchange) -> Responses:
 
 
 async def show_response(exchange: Exchange) -> None:
-    """A stored response, or the items of its input: /v1/responses/ID/input_items."""
-    response_id, _, what = exchange.argument.partition("/")
-    query = parse_qs(exchange.request.query)
-    store, tenant = known_responses(exchange), exchange.known_caller.tenant.name
-    if what not in ("", "input_items"):
-        message = f"There is no {what[:SHOWN_CHARS]!r} of a response. Use /v1/responses/ID or .../input_items."
-        raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found")
-    if query.get("stream", ["false"])[0] == "true":
+    store = known_responses(exchange)
+    if parse_qs(exchange.request.query).get("stream", ["false"])[0] == "true":
         message = "A stored response cannot be streamed. Leave stream out."
         raise InvalidRequest(message, "stream", "unsupported_parameter")
-    response = await store.find(tenant, response_id)
-    if not what:
-        exchange.send(response.document)
-        return
+    exchange.send((await store.find(exchange.known_caller.tenant.name, exchange.argument)).document)
+
+
+async def list_input_items(exchange: Exchange) -> None:
+    """Of a stored response."""
+    query = parse_qs(exchange.request.query)
+    response = await known_responses(exchange).find(exchange.known_caller.tenant.name, exchange.argument)
     exchange.send(input_items_reply(response, *page_of(query), is_ascending=is_ascending(query)))
 
 
@@ -403,7 +400,7 @@ async def show_readiness(exchange: Exchange) -> None:
 @cache
 def _openapi(limits: RequestLimits) -> tuple[bytes, bytes]:
     """The document and its entity tag."""
-    body = openapi.document(ROUTES, PREFIXES, limits)
+    body = openapi.document(ROUTES | TEMPLATES, limits)
     return body, b'"%s"' % hashlib.sha256(body).hexdigest()[:32].encode()
 
 
@@ -467,16 +464,15 @@ async def unload_adapter(adapters: Adapters, body: bytes) -> Computed:
     return f"Success: LoRA adapter '{asked.lora_name}' removed successfully.".encode(), unknown_fields
 
 
-async def switch_model(exchange: Exchange) -> None:
-    """Load or unload a model that is started on demand: /admin/models/NAME/load."""
-    name, _, action = exchange.argument.rpartition("/")
+async def switch_model(exchange: Exchange, is_load: bool) -> None:
+    """Load or unload a model that is started on demand."""
     local = exchange.server.local_models
-    model = None if local is None else local.find(name)
-    if local is None or model is None or action not in ("load", "unload"):
+    model = None if local is None else local.find(exchange.argument)
+    if local is None or model is None:
         names = "" if local is None else f" Known: {', '.join(local.models)}."
         message = f"/admin/models/NAME/load and .../unload take the name of a model that is started on demand.{names}"
         raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
-    await (local.load(model) if action == "load" else local.unload(model))
+    await (local.load(model) if is_load else local.unload(model))
     exchange.send(models.state_reply(model.name, local.states))
 
 
@@ -496,23 +492,24 @@ async def list_requests(exchange: Exchange) -> None:
 
 
 async def show_request(exchange: Exchange) -> None:
-    server, (shown, _, what) = exchange.server, exchange.argument.partition("/")
-    request_id, tenant = _plain_id(shown), _tenant_of(exchange.known_caller)
-    if what == "stream":
-        last_id = exchange.request.header(b"last-event-id") or b"0"
-        if not last_id.isdigit() or len(last_id) > 18:
-            raise InvalidRequest("Last-Event-ID must be the number of an event of this stream.", "Last-Event-ID")
-        own = exchange.known_caller.tenant.name  # whatever else the caller may see
-        events = server.served.resumable.find(own, request_id)
-        if exchange.request.method == "HEAD":  # whoever reads goes on
-            exchange.send(b"", media_type=EVENTS)
-        else:
-            await events.send_to(exchange.stream, int(last_id))
-        return
-    if what == "why":
-        await explain_request(exchange, request_id, tenant)
-        return
-    exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
+    server, named = exchange.server, (_plain_id(exchange.argument), _tenant_of(exchange.known_caller))
+    exchange.send(timeline_reply(*named, server.generating(), server.accounting.recorder, server.clock))
+
+
+async def resume_stream(exchange: Exchange) -> None:
+    last_id = exchange.request.header(b"last-event-id") or b"0"
+    if not last_id.isdigit() or len(last_id) > 18:
+        raise InvalidRequest("Last-Event-ID must be the number of an event of this stream.", "Last-Event-ID")
+    own = exchange.known_caller.tenant.name  # whatever else the caller may see
+    events = exchange.server.served.resumable.find(own, _plain_id(exchange.argument))
+    if exchange.request.method == "HEAD":  # whoever reads goes on
+        exchange.send(b"", media_type=EVENTS)
+    else:
+        await events.send_to(exchange.stream, int(last_id))
+
+
+async def show_why(exchange: Exchange) -> None:
+    await explain_request(exchange, _plain_id(exchange.argument), _tenant_of(exchange.known_caller))
 
 
 async def delete_request(exchange: Exchange) -> None:
@@ -550,15 +547,15 @@ COUNT_MESSAGES = computing(counting(messages.parse_count, messages.count_reply))
 
 def _generation(surface: Surface, operation: Operation, errors: ErrorForm = OPENAI_ERRORS) -> Route:
     handler = answering_ollamas(surface) if errors is ollama.ERRORS else partial(generate, surface=surface)
-    return Route(handler, ASKS, is_counted=True, needs_tokens=True, errors=errors, operations=(operation,))
+    return Route(handler, ASKS, is_counted=True, needs_tokens=True, errors=errors, operation=operation)
 
 
 def _counted(handler: Handler, operation: Operation, errors: ErrorForm = OPENAI_ERRORS) -> Route:
-    return Route(handler, ASKS, is_counted=True, errors=errors, operations=(operation,))
+    return Route(handler, ASKS, is_counted=True, errors=errors, operation=operation)
 
 
 def _adapting(work: Callable[[Adapters, bytes], Awaitable[Computed]], operation: Operation) -> Route:
-    return Route(adapting(work), Scope.ADMIN, operations=(operation,))
+    return Route(adapting(work), Scope.ADMIN, operation=operation)
 
 
 def _shown(
@@ -566,7 +563,7 @@ def _shown(
 ) -> Route:
     """What is asked without a body. The model is needed where callers that generate may ask, or for usage."""
     needs_model = scope in (ASKS, Scope.USAGE)
-    return Route(handler, scope, needs_model, errors=errors, operations=(Operation(summary, **more),))
+    return Route(handler, scope, needs_model, errors=errors, operation=Operation(summary, **more))
 
 
 _HI = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -620,7 +617,7 @@ _TEXT = b"text/plain; charset=utf-8"
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(chat.SURFACE, _CHAT)},
     "/v1/completions": {"POST": _generation(completions.SURFACE, _COMPLETE)},
-    "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True, operations=(_RESPOND,))},
+    "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True, operation=_RESPOND)},
     "/infill": {"POST": _generation(llama_server.INFILL, _INFILL)},
     "/completion": {"POST": _generation(llama_server.COMPLETION, _COMPLETION)},
     "/v1/embeddings": {"POST": _generation(embeddings.SURFACE, _EMBED)},
@@ -741,49 +738,62 @@ ROUTES |= {
         "/v1/score",
     )
 }
-# By prefix of the path; the rest is the handler's argument
-_REQUEST = Operation("A request's progress and timings", answer=ToldRequest, below="{request_id}")
-_AGAIN = Operation(
-    "Resume its stream after Last-Event-ID", answer=None, events=dict[str, Any], below="{request_id}/stream"
-)
-_WHY = Operation("What made a request slow, by simulation", answer=Explanation, below="{request_id}/why")
-_CANCEL = Operation("Cancel a request", answer=models.Status, below="{request_id}")
-_MODEL = Operation("A model", answer=models.ModelObject, below="{model}")
-_STORED = (
-    Operation("A stored response", below="{response_id}", query={"stream": Literal["false"]}),
-    Operation("The items of its input", below="{response_id}/input_items", query=PAGE),
-)
-_SWITCH = (
-    Operation("Load a model that is started on demand", answer=models.ModelState, below="{model}/load"),
-    Operation("Unload it", answer=models.ModelState, below="{model}/unload"),
-)
-PREFIXES: dict[str, dict[str, Route]] = {
-    "/v1/models/": {"GET": Route(get_model, ASKS, operations=(_MODEL,))},
-    "/models/": {"GET": Route(get_model, ASKS, operations=(_MODEL,))},
-    "/v1/responses/": {
-        "GET": Route(show_response, ASKS, operations=_STORED),
-        "DELETE": Route(
-            delete_response,
-            ASKS,
-            operations=(Operation("Delete a stored response", answer=Deleted, below="{response_id}"),),
-        ),
+_MODEL = {"GET": _shown(get_model, "A model", answer=models.ModelObject)}
+_PROGRESS = Operation("A request's progress and timings", answer=ToldRequest)
+_RESUME = Operation("Resume its stream after Last-Event-ID", answer=None, events=dict[str, Any])
+_WHY = Operation("What made a request slow, by simulation", answer=Explanation)
+_CANCEL = Operation("Cancel a request", answer=models.Status)
+
+
+def _of_requests(start: str, scope: Scope) -> dict[str, dict[str, Route]]:
+    shown = partial(Route, scope=scope, needs_model=False)
+    return {
+        f"{start}/{{request_id}}": {
+            "GET": shown(show_request, operation=_PROGRESS),
+            "DELETE": Route(delete_request, scope, operation=_CANCEL),
+        },
+        f"{start}/{{request_id}}/stream": {"GET": shown(resume_stream, operation=_RESUME)},
+        f"{start}/{{request_id}}/why": {"GET": shown(show_why, operation=_WHY)},
+    }
+
+
+def _switch(is_load: bool, summary: str) -> dict[str, Route]:
+    operation = Operation(summary, answer=models.ModelState)
+    return {"POST": Route(partial(switch_model, is_load=is_load), Scope.ADMIN, operation=operation)}
+
+
+_STORED = {
+    "/responses/{response_id}": {
+        "GET": _shown(show_response, "A stored response", query={"stream": Literal["false"]}),
+        "DELETE": _shown(delete_response, "Delete a stored response", answer=Deleted),
     },
-    **batch_routes.PREFIXES,
-    **tenant_routes.PREFIXES,
-    **{
-        prefix: {
-            "GET": Route(show_request, scope, needs_model=False, operations=(_REQUEST, _AGAIN, _WHY)),
-            "DELETE": Route(delete_request, scope, operations=(_CANCEL,)),
-        }
-        for prefix, scope in {"/admin/requests/": Scope.ADMIN, "/v1/requests/": ASKS}.items()
-    },
-    "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN, operations=_SWITCH)},
+    "/responses/{response_id}/input_items": {"GET": _shown(list_input_items, "The items of its input", query=PAGE)},
 }
-PREFIXES["/responses/"] = PREFIXES["/v1/responses/"]
+# Of paths with a name in them, which is the handler's argument
+TEMPLATES: dict[str, dict[str, Route]] = {
+    "/v1/models/{model}": _MODEL,
+    "/models/{model}": _MODEL,
+    **{f"/v1{path}": methods for path, methods in _STORED.items()},
+    **batch_routes.TEMPLATES,
+    **tenant_routes.TEMPLATES,
+    **_of_requests("/admin/requests", Scope.ADMIN),
+    **_of_requests("/v1/requests", ASKS),
+    "/admin/models/{model}/load": _switch(True, "Load a model that is started on demand"),
+    "/admin/models/{model}/unload": _switch(False, "Unload it"),
+    **_STORED,
+}
+# A model's name may have slashes
+_PATTERNS = [
+    (
+        re.compile(re.sub(r"\{(\w+)\}", lambda found: "(.+)" if found[1] == "model" else "([^/]+)", path), re.DOTALL),
+        routes,
+    )
+    for path, routes in TEMPLATES.items()
+]
 
 
 def find_route(path: str, method: str) -> tuple[Route, str]:
-    """The route, and the argument that its prefix leaves of the path, decoded.
+    """The route, and the name in its path, decoded.
 
     Below a path of _FORMS, unknown paths have a route that refuses them.
 
@@ -816,10 +826,9 @@ def _refusing(error: ServiceError) -> Handler:
 
 def _known_route(path: str, method: str) -> tuple[Route, str]:
     methods, argument = ROUTES.get(path), ""
-    if methods is None:
-        for prefix, candidates in PREFIXES.items():
-            if path.startswith(prefix) and len(path) > len(prefix):
-                methods, argument = _below(candidates, path[len(prefix) :]), unquote(path[len(prefix) :])
+    for pattern, candidates in _PATTERNS if methods is None else ():
+        if (match := pattern.fullmatch(path)) is not None:
+            methods, argument = candidates, unquote(match[1])
     if methods is None:
         raise _not_found(path[:SHOWN_CHARS])
     route = methods.get("GET" if method == "HEAD" else method)
@@ -828,21 +837,6 @@ def _known_route(path: str, method: str) -> tuple[Route, str]:
         message = f"{path[:SHOWN_CHARS]} does not take {method}. Allowed: {allowed}."
         raise MethodNotAllowed(message, allowed)
     return route, argument
-
-
-def _below(methods: dict[str, Route], rest: str) -> dict[str, Route]:
-    """Those of a prefix's methods that there are for such a rest; where there is none, all: a handler says what is."""
-    return {
-        method: route
-        for method, route in methods.items()
-        if any(_pattern(one.below).fullmatch(rest) for one in route.operations)
-    } or methods
-
-
-@cache
-def _pattern(below: str) -> re.Pattern[str]:
-    """Of an operation's `below`. A model's name may have slashes."""
-    return re.compile(re.sub(r"\{(\w+)\}", lambda found: ".+" if found[1] == "model" else "[^/]+", below), re.DOTALL)
 
 
 def _not_found(path: str) -> ServiceError:

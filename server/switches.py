@@ -312,4 +312,4 @@ def _outside(flight: RequestRecord, submitted_s: float, ended_s: float) -> Outsi
 
 _EXAMPLE = {"switch": "prefix_cache", "num_requests": 16, "prompt_tokens": 512}
 _OPERATION = Operation("What a switch of the engine changes, by simulation", Numbers, None, _EXAMPLE, Comparison)
-ROUTES = {"/admin/simulate": {"POST": Route(simulate_switch, Scope.ADMIN, needs_model=False, operations=(_OPERATION,))}}
+ROUTES = {"/admin/simulate": {"POST": Route(simulate_switch, Scope.ADMIN, needs_model=False, operation=_OPERATION)}}

@@ -288,7 +288,7 @@ def _now(server: App) -> datetime:
 
 
 def _route(handler: Handler, summary: str, *body: Any, **more: Any) -> Route:
-    return Route(handler, Scope.ADMIN, needs_model=False, operations=(Operation(summary, *body, **more),))
+    return Route(handler, Scope.ADMIN, needs_model=False, operation=Operation(summary, *body, **more))
 
 
 _NEW_KEY = {"tenant": "acme", "label": "CI"}
@@ -306,9 +306,9 @@ ROUTES = {
         )
     },
 }
-PREFIXES = {
-    "/admin/keys/": {"DELETE": _route(end_key, "Revoke a key", answer=ShownKey, below="{prefix}")},
-    "/admin/tenants/": {
+TEMPLATES = {
+    "/admin/keys/{prefix}": {"DELETE": _route(end_key, "Revoke a key", answer=ShownKey)},
+    "/admin/tenants/{tenant}": {
         "PATCH": _route(
             change_limits,
             "Change a tenant's limits until the configuration is read again",
@@ -316,7 +316,6 @@ PREFIXES = {
             None,
             {"limits": {"requests_per_minute": 60}},
             TenantState,
-            below="{tenant}",
         )
     },
 }

@@ -22,7 +22,7 @@ from server.config_sources import load_config
 from server.gate.identity import Scope
 from server.listening.sockets import TcpAddress, UnixAddress
 from server.process import warn_of_models
-from server.routes import PREFIXES, ROUTES
+from server.routes import ROUTES, TEMPLATES
 from tests.server.simulated_server import (
     MODEL,
     STREAM,
@@ -43,14 +43,8 @@ CLOCK = Clock(lambda: 0.0, lambda: 0.0)
 
 
 def all_routes() -> list[tuple[str, str, Route]]:
-    fixed = [(path, *one) for path, methods in ROUTES.items() for one in methods.items()]
-    below = [
-        (path, *one, told)
-        for path, methods in PREFIXES.items()
-        for one in methods.items()
-        for told in one[1].operations
-    ]
-    return fixed + [(path + re.sub(r"{\w+}", "x", told.below), method, route) for path, method, route, told in below]
+    routes = (ROUTES | TEMPLATES).items()
+    return [(re.sub(r"{\w+}", "x", path), *one) for path, methods in routes for one in methods.items()]
 
 
 def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:

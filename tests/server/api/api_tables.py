@@ -7,15 +7,14 @@ from typing import Any
 
 from server.api.fields import StreamOptions
 from server.api.known_fields import GENERATION, KNOWN, Known, Name
-from server.app import Route
-from server.routes import PREFIXES, ROUTES
+from server.routes import ROUTES, TEMPLATES
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 BODIES: dict[Name, tuple[Any, ...]] = {}  # by surface: what is taken, a body's type or the names of a form's fields
 PATHS: dict[Name, tuple[str, ...]] = {}
 for _path, _methods in ROUTES.items():
-    for _told in (one for route in _methods.values() for one in route.operations):
-        if _told.surface is not None:
+    for _told in (route.operation for route in _methods.values()):
+        if _told is not None and _told.surface is not None:
             _known = BODIES.get(_told.surface, ())
             _body = dict.fromkeys(_told.body) if isinstance(_told.body, tuple) else _told.body
             BODIES[_told.surface] = _known if _body in _known else (*_known, _body)
@@ -45,7 +44,7 @@ def written(docs: str) -> str:
 
 
 def _routes() -> list[str]:
-    shown: dict[str, dict[str, Route]] = dict(ROUTES) | {f"{prefix}…": route for prefix, route in PREFIXES.items()}
+    shown = ROUTES | TEMPLATES
     surfaces = {path: name for name, paths in PATHS.items() for path in paths}
     rights = {
         path: {str(one.scope.value) if one.scope else "none" for one in route.values()} for path, route in shown.items()
