@@ -177,7 +177,8 @@ class Gate:
             StartupError: see check_budgets.
         """
         check_budgets([tenant], self._config)
-        self.authenticator.directory = self.directory.with_tenant(tenant)
+        tenants = {**self.directory.tenants, tenant.name: tenant}
+        self.authenticator.directory = replace(self.directory, tenants=tenants)
         self.quotas.apply(self.directory)
 
     def revoke(self) -> None:

@@ -21,7 +21,6 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import lru_cache
 from hashlib import sha256
-from hmac import compare_digest
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
@@ -314,11 +313,14 @@ class KeyOrigin(StrEnum):
 class KnownKey:
     """
     Args:
-        caller: its tenant, scopes and digest.
+        tenant: its name; of a key of the environment, perhaps one that is not configured: LOCAL.
+        key_id: see Caller.
         expires_s: unix time; None: never.
     """
 
-    caller: Caller
+    tenant: str
+    scopes: frozenset[Scope]
+    key_id: str
     origin: KeyOrigin
     expires_s: float | None = None
     is_revoked: bool = False
@@ -347,13 +349,13 @@ class Directory:
 
     Args:
         keys: by SHA-256, so that the time of a lookup reveals nothing about a key.
-        certificates: by subjectAltName.
+        certificates: names of tenants, by subjectAltName.
         is_open: no credentials are needed.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     keys: Mapping[bytes, KnownKey] = field(default_factory=dict)
-    certificates: Mapping[tuple[str, str], Tenant] = field(default_factory=dict)
+    certificates: Mapping[tuple[str, str], str] = field(default_factory=dict)
     is_open: bool = True
 
     def has_revoked(self, caller: Caller) -> bool:
@@ -368,27 +370,16 @@ class Directory:
         tenants = {name: one for name, one in self.tenants.items() if stated.tenants is None or name in stated.tenants}
         keys: dict[bytes, KnownKey] = {}
         for digest, known in self.keys.items():
-            name, good = known.caller.tenant.name, stated.digests.get(known.origin)
-            if name in tenants or name not in self.tenants:
+            good = stated.digests.get(known.origin)
+            if known.tenant in tenants or known.tenant not in self.tenants:
                 keys[digest] = replace(known, is_revoked=known.is_revoked or (good is not None and digest not in good))
         certificates = {
             name: one
             for name, one in self.certificates.items()
-            if one.name in tenants and (stated.certificates is None or name in stated.certificates)
+            if one in tenants and (stated.certificates is None or name in stated.certificates)
         }
         found = replace(self, tenants=tenants, keys=keys, certificates=certificates)
         return self if found == self else found
-
-    def with_tenant(self, tenant: Tenant) -> "Directory":
-        """With this tenant in place of the one of its name."""
-        keys = {
-            digest: replace(known, caller=replace(known.caller, tenant=tenant))
-            if known.caller.tenant.name == tenant.name
-            else known
-            for digest, known in self.keys.items()
-        }
-        certificates = {name: tenant if one.name == tenant.name else one for name, one in self.certificates.items()}
-        return replace(self, tenants={**self.tenants, tenant.name: tenant}, keys=keys, certificates=certificates)
 
     def num_valid_keys(self, unix_s: float) -> int:
         return sum(not (key.is_revoked or key.is_expired(unix_s)) for key in self.keys.values())
@@ -403,29 +394,25 @@ def make_directory(
         records: of the keys file; None: there is none. Keys of unknown tenants are left out.
     """
     by_name = {tenant.name: tenant for tenant in tenants}
-    local = by_name.get(LOCAL_NAME, LOCAL)
     if not tenants:
         by_name[LOCAL_NAME] = LOCAL
     keys: dict[bytes, KnownKey] = {}
 
-    def add(digest: bytes, tenant: Tenant, scopes: Iterable[Scope], origin: KeyOrigin) -> None:
-        caller = Caller(tenant, frozenset(scopes), digest.hex()[:NUM_ID_DIGITS], digest=digest)
-        keys[digest] = KnownKey(caller, origin)
-
     for key in api_keys:
-        add(sha256(key.encode()).digest(), local, ALL_SCOPES, KeyOrigin.ENVIRONMENT)
+        digest = sha256(key.encode()).digest()
+        keys[digest] = KnownKey(LOCAL_NAME, ALL_SCOPES, digest.hex()[:NUM_ID_DIGITS], KeyOrigin.ENVIRONMENT)
     for tenant in tenants:
-        for digest_hex in tenant.key_sha256:
-            add(bytes.fromhex(digest_hex), tenant, COMMON_SCOPES, KeyOrigin.TENANTS)
+        for one in tenant.key_sha256:
+            known = KnownKey(tenant.name, frozenset(COMMON_SCOPES), one[:NUM_ID_DIGITS], KeyOrigin.TENANTS)
+            keys[bytes.fromhex(one)] = known
     for record in records or ():
         if record.tenant not in by_name:
             logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
             continue
         expires_s = None if record.expires is None else record.expires.timestamp()
-        digest = bytes.fromhex(record.sha256)
-        caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix, digest=digest)
-        keys[digest] = KnownKey(caller, KeyOrigin.FILE, expires_s, record.revoked is not None)
-    certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
+        granted = record.tenant, frozenset(record.scopes), record.prefix
+        keys[bytes.fromhex(record.sha256)] = KnownKey(*granted, KeyOrigin.FILE, expires_s, record.revoked is not None)
+    certificates = {certificate_name(text): tenant.name for tenant in tenants for text in tenant.certificates}
     return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
 
 
@@ -532,13 +519,14 @@ class Authenticator:
         return None if known is None and is_jwt else self._by_key(known, digest)
 
     def _by_key(self, known: KnownKey | None, digest: bytes) -> Caller:
-        if known is None or not compare_digest(known.caller.digest or b"", digest):
+        if known is None:
             raise _refusal("The API key is not valid. Check it, or ask the operator for one.")
         if known.is_revoked:
             raise _refusal("The API key has been revoked. Ask the operator for another.")
         if known.is_expired(self._unix_clock()):
             raise _refusal("The API key has expired. Ask the operator for another.")
-        return known.caller
+        tenant = self.directory.tenants.get(known.tenant, LOCAL)
+        return Caller(tenant, known.scopes, known.key_id, digest=digest)
 
     def _by_jwt(self, verifier: JwtVerifier, token: bytes) -> Caller:
         try:
@@ -556,12 +544,12 @@ class Authenticator:
     def _by_certificate(self, certificate: ClientCertificate) -> Caller | None:
         """None: it names no tenant; perhaps only the connection requires it."""
         found = (self.directory.certificates.get(name) for name in certificate.names)
-        tenants = {tenant.name: tenant for tenant in found if tenant is not None}
+        tenants = dict.fromkeys(name for name in found if name is not None)
         if len(tenants) > 1:
             raise _refusal(
                 f"The client certificate names several tenants: {', '.join(tenants)}. Use one certificate per tenant."
             )
-        return next((Caller(tenant, frozenset(COMMON_SCOPES)) for tenant in tenants.values()), None)
+        return next((Caller(self.directory.tenants[name], frozenset(COMMON_SCOPES)) for name in tenants), None)
 
 
 def _joined(callers: Sequence[Caller]) -> Caller:
