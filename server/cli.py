@@ -19,6 +19,7 @@ from server.memory_limits import as_memory_error, check_address_space, check_mem
 
 if TYPE_CHECKING:
     from server.config import ServerConfig
+    from server.supervision import ServiceManager
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +158,12 @@ def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
         log.close()
 
 
-def run_server(config: "ServerConfig", read_config: "Callable[[bool], ServerConfig]") -> ExitCode:
+def run_server(
+    config: "ServerConfig", read_config: "Callable[[bool], ServerConfig]", manager: "ServiceManager | None" = None
+) -> ExitCode:
     """
     Args:
-        read_config: see Server.
+        read_config, manager: see Server.
 
     Raises:
         StartupError: the server cannot start.
@@ -175,7 +178,7 @@ def run_server(config: "ServerConfig", read_config: "Callable[[bool], ServerConf
 
     limit_arenas()
     faulthandler.enable(_unblocking(sys.stderr))  # a watchdog ends a hanging process by SIGABRT: log its stacks
-    return uvloop.run(serve(config, engine_loader(config), read_config))
+    return uvloop.run(serve(config, engine_loader(config), read_config, manager))
 
 
 def _unblocking(stream: TextIO) -> int | TextIO:

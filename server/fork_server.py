@@ -1,7 +1,7 @@
 """Forks the processes of local models. It imports once what they need, and stays single-threaded. Thread: main.
 
     server ─ Order ─▶ fork server ─ fork ─▶ a plan, or `serve` on a Unix socket
-           ◀─ News ──
+           ◀─ News ──────────────────────── News ─┘
 
 It ends when the server closes its line, and removes the directory of sockets; its processes are killed when it ends:
 nothing outlives `kill -9`.
@@ -80,7 +80,7 @@ def main(line: socket.socket) -> None:
                     keep_files(order.config)
                     gc.freeze()
                 continue
-            pid = _fork(partial(_plan if order.notify is None else _serve, order, line))
+            pid = _fork(partial(_serve if order.bounds is None else _plan, order, line))
             serials[pid] = order.serial
             line.send(pickle.dumps(News(order.serial, pid)))
 
@@ -127,21 +127,28 @@ def _plan(order: Order, line: socket.socket) -> int:
     return 0
 
 
+class _Reports(ServiceManager):
+    """What systemd would be told, for the server."""
+
+    def __init__(self, serial: int, line: socket.socket) -> None:
+        super().__init__({}, os.getpid())
+        self._serial, self._line = serial, line
+
+    def send(self, *lines: str, status: str | None = None) -> None:
+        news = News(self._serial, stage=status, is_ready="READY=1" in lines)
+        with suppress(OSError):  # it does not read; the next one tells as much
+            self._line.send(pickle.dumps(news), socket.MSG_DONTWAIT)
+
+
 def _serve(order: Order, line: socket.socket) -> int:
-    line.close()
-    assert order.notify is not None
-    os.environ["NOTIFY_SOCKET"] = order.notify
     config = order.config
     log = configure_logging(config.log_level, config.log_format)
     log_everything()
     try:
-        return int(run_server(config, lambda finds_models: config))
+        return int(run_server(config, lambda finds_models: config, _Reports(order.serial, line)))
     except Exception as error:
         told = as_startup_error(error)
-        refusal = _refusal(told)
-        ServiceManager(os.environ, os.getpid()).send(
-            f"X_CAUSE={refusal.cause}", f"X_FIX={refusal.fix}", f"X_KIND={refusal.kind}"
-        )
+        line.send(pickle.dumps(News(order.serial, _refusal(told))))
         return int(told.exit_code)
     finally:
         log.close()

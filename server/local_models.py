@@ -583,6 +583,12 @@ class LocalModels:
             if model.state is ModelState.ENDING:
                 self._kill(model, signal.SIGTERM)
             return
+        if isinstance(news.told, Refusal) and model.state is not ModelState.ASLEEP:  # its end follows
+            model.refusal = news.told
+            return
+        if news.told is None and news.status is None:
+            self._on_stage(model, news)
+            return
         del self._by_serial[news.serial]
         self._set_limit(model, None)
         if isinstance(news.told, Plan):
@@ -601,15 +607,11 @@ class LocalModels:
             self._on_ended(model, news.status or 0)
         self._advance()
 
-    def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
-        model = self._by_serial[serial]
-        if "X_CAUSE" in fields:
-            model.refusal = Refusal(fields["X_CAUSE"], fields.get("X_FIX", SEE_LOG), fields.get("X_KIND", ""))
-        if model.state is not ModelState.LOADING:
-            return
-        model.stage = fields.get("STATUS", model.stage).removeprefix("Loading: ")
-        if "READY" in fields:
-            self._on_ready(model)
+    def _on_stage(self, model: LocalModel, news: News) -> None:
+        if model.state is ModelState.LOADING:
+            model.stage = (news.stage or model.stage).removeprefix("Loading: ")
+            if news.is_ready:
+                self._on_ready(model)
 
     def on_lost(self) -> None:
         lost, self._by_serial = self._by_serial, {}
@@ -664,7 +666,6 @@ class LocalModels:
         was, model.state, model.pid = model.state, ModelState.ASLEEP, None
         for connection in model.upstream.connections:
             connection.abort()
-        self._processes.forget(model.serial)
         if model.watch is not None:
             model.watch.cancel()
             model.watch = None

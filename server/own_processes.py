@@ -1,7 +1,7 @@
 """Processes that this server starts, and how it watches those of local models. Thread: loop; `start_module`: any.
 
     LocalModels ─ plan, serve ─▶ Processes ─ Order ─▶ server/fork_server.py ─ fork ─▶ a process per model
-                ◀─ ProcessEvents ────────── ◀─ News ─                     ◀─ sd_notify(3) ─┘
+                ◀─ ProcessEvents ────────── ◀─ News ──────────────────────── News ─┘
 
 The fork server begins with torch imported, and ends with us, as all that it has forked.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the processes that try grammars out have no use for the set
 logger = logging.getLogger(__name__)
 
 RESEND_S = 0.1
-NOTICE_BYTES = 64 * 1024
+NEWS_BYTES = 64 * 1024
 DEVICES = ("cpu", "cuda")
 # Of the news that the fork server takes orders, and of orders that bring no news; others are positive.
 READY_SERIAL, KEEP_SERIAL = 0, -1
@@ -99,34 +99,33 @@ class Order(NamedTuple):
     """To the fork server: plan or serve a model, or keep its files for when it is served again.
 
     Args:
-        bounds: for planning: bytes for all models together, by device; of others, what is free.
-        notify: for serving: path of the socket for sd_notify.
+        bounds: for planning: bytes for all models together, by device; of others, what is free. None: not planned.
     """
 
     serial: int
     config: "ServerConfig"
     bounds: Mapping[str, int] | None = None
-    notify: str | None = None
 
 
 class News(NamedTuple):
-    """From the fork server, on the order of that serial number.
+    """From the fork server or the process itself, on the order of that serial number.
 
     Args:
-        told: its process's id; or a plan, or why there is none.
+        told: its process's id; or a plan; or why there is none, or why it cannot be served.
         status: its process has ended, as os.waitpid has it.
+        stage: of its process, as systemd would show it.
+        is_ready: its process serves.
     """
 
     serial: int
     told: int | Plan | Refusal | None = None
     status: int | None = None
+    stage: str | None = None
+    is_ready: bool = False
 
 
 class ProcessEvents(Protocol):
     def on_news(self, news: News) -> None: ...
-
-    def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
-        """A process tells of itself by sd_notify(3)."""
 
     def on_lost(self) -> None:
         """The fork server has ended, and with it all processes."""
@@ -144,7 +143,6 @@ class Processes:
         self._loop = loop
         self._server: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None  # to the fork server
-        self._notices: dict[int, socket.socket] = {}  # by serial number
         self._listener: ProcessEvents | None = None
         self._begun_s = 0.0
         self.is_ready = False  # the fork server takes orders
@@ -159,23 +157,11 @@ class Processes:
         self._send(Order(serial, config, bounds))
 
     def serve(self, serial: int, config: "ServerConfig") -> None:
-        path = self.home / f"{serial}.notify"
-        notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        notices.bind(str(path))
-        self._notices[serial] = notices
-        self._loop.add_reader(notices, self._on_notice, serial, notices)
-        self._send(Order(serial, config, notify=str(path)))
+        self._send(Order(serial, config))
 
     def keep(self, config: "ServerConfig") -> None:
         """Read what its next process needs beside weights, now that one has been able to."""
         self._send(Order(KEEP_SERIAL, config))
-
-    def forget(self, serial: int) -> None:
-        """Its process has ended."""
-        notices = self._notices.pop(serial)
-        self._loop.remove_reader(notices)
-        notices.close()
-        (self.home / f"{serial}.notify").unlink(missing_ok=True)
 
     def kill(self, pid: int, number: signal.Signals) -> None:
         """To be called until its end is told: then it is reaped."""
@@ -189,8 +175,6 @@ class Processes:
 
     async def close(self) -> None:
         """End the fork server at once, also while it compiles, and with it what is left of its processes."""
-        for serial in list(self._notices):
-            self.forget(serial)
         self._hang_up()
         if self._server is not None:
             self._server.kill()
@@ -233,7 +217,7 @@ class Processes:
         assert self._line is not None
         assert self._listener is not None
         try:
-            data = self._line.recv(NOTICE_BYTES)
+            data = self._line.recv(NEWS_BYTES)
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -250,16 +234,6 @@ class Processes:
         assert self._server is not None
         logger.error("the process that starts models has ended, with the status %d", self._server.wait())
         self._listener.on_lost()
-
-    def _on_notice(self, serial: int, notices: socket.socket) -> None:
-        """One message of sd_notify(3)."""
-        assert self._listener is not None
-        try:
-            data = notices.recv(NOTICE_BYTES)
-        except BlockingIOError:
-            return
-        lines = data.decode("utf-8", "replace").splitlines()
-        self._listener.on_notice(serial, dict(line.partition("=")[::2] for line in lines))
 
 
 def home_of_sockets() -> Path:

@@ -88,6 +88,7 @@ class Server:
         passed: listening sockets from systemd.
         read_config: reads the configuration again, on SIGHUP, with or without the settings of models; None: it
             cannot change.
+        manager: hears how it goes; None: systemd, if it started the process.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Server:
         announce: Callable[[list[str]], None],
         passed: Sequence[PassedSocket] = (),
         read_config: Callable[[bool], ServerConfig] | None = None,
+        manager: ServiceManager | None = None,
     ) -> None:
         """Raises StartupError: a file named in the configuration cannot be used, or a needed extra is missing."""
         self._config = config
@@ -133,7 +135,7 @@ class Server:
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
         self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
-        self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
+        self._supervision = Supervision(self, manager or ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
         self._preparing: asyncio.TimerHandle | None = None  # what tries grammars out
@@ -676,13 +678,16 @@ class Server:
 
 
 async def serve(
-    config: ServerConfig, load: LoadEngine, read_config: Callable[[bool], ServerConfig] | None = None
+    config: ServerConfig,
+    load: LoadEngine,
+    read_config: Callable[[bool], ServerConfig] | None = None,
+    manager: ServiceManager | None = None,
 ) -> ExitCode:
     """Run a server until it is told to stop. Arguments: see Server. Raises StartupError: see Server.run."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     allow_connections(config.max_connections)
     passed = take_passed_sockets(os.environ, os.getpid())
-    server = Server(config, load, lambda lines: tell(lines, sys.stdout), passed, read_config)
+    server = Server(config, load, lambda lines: tell(lines, sys.stdout), passed, read_config, manager)
     server.install_signal_handlers()
     return await server.run()
 

@@ -71,7 +71,6 @@ class SimulatedProcesses:
         self.loop, self.sizes, self.bound, self.failing = loop, sizes, bound, failing
         self.dice = random.Random(seed)
         self.running: dict[int, str] = {}  # by serial number, which is the process's id, too
-        self.known: set[int] = set()
         self.starts: list[str] = []
         self.models: LocalModels | None = None
         self.most = 0
@@ -90,7 +89,6 @@ class SimulatedProcesses:
     def serve(self, serial: int, config: ServerConfig) -> None:
         name = str(config.served_model_name)
         self.running[serial] = name
-        self.known.add(serial)
         self.starts.append(name)
         used = sum(self.sizes[one] for one in self.running.values())
         self.most = max(self.most, used)
@@ -107,9 +105,6 @@ class SimulatedProcesses:
 
     def keep(self, config: ServerConfig) -> None: ...
 
-    def forget(self, serial: int) -> None:
-        self.known.remove(serial)
-
     def kill(self, pid: int, number: signal.Signals) -> None:
         assert self.models is not None
         model = self.models._by_serial[pid]
@@ -123,7 +118,6 @@ class SimulatedProcesses:
 
     async def close(self) -> None:
         assert not self.running
-        assert not self.known
 
     def _later(self, delay_s: float, news: News) -> None:
         assert self.models is not None
@@ -132,7 +126,7 @@ class SimulatedProcesses:
     def _notice(self, serial: int) -> None:
         if serial in self.running:
             assert self.models is not None
-            self.models.on_notice(serial, {"READY": "1"})
+            self.models.on_news(News(serial, is_ready=True))
 
     def _end(self, serial: int, status: int) -> None:
         if self.running.pop(serial, None) is not None:
@@ -447,8 +441,6 @@ def test_an_order_to_a_fork_server_that_has_just_ended_is_lost_with_it(tmp_path:
             self.lost = asyncio.Event()
 
         def on_news(self, news: News) -> None: ...
-
-        def on_notice(self, serial: int, fields: Mapping[str, str]) -> None: ...
 
         def on_lost(self) -> None:
             self.lost.set()
