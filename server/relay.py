@@ -43,10 +43,9 @@ from server.relayed import (
     MANY_TOKENS,
     MAX_DOCUMENT_BYTES,
     MAX_ERROR_BYTES,
-    PASSAGES,
+    SURFACES,
     Asked,
     Part,
-    Passage,
     Passed,
     PassedReply,
     UpstreamAnswer,
@@ -148,21 +147,21 @@ class Relay:
         marks.enter(Stage.VALIDATE)
         fields = parse_object(body)
         asked = convert(fields, Asked, {})
-        passage, settings = PASSAGES.get(surface), self.pool.settings
-        if passage is None or (passage.is_parts and not settings.trusted):
-            paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_parts)
+        settings = self.pool.settings
+        if surface.is_parts and not settings.trusted:
+            paths = ", ".join(one.path for one in SURFACES if not one.is_parts)
             raise InvalidRequest(f"This model runs on another server. Use one of these: {paths}.", "model")
-        is_lines, is_chat = passage.form == "lines", surface is ollama.CHAT
+        is_lines, is_chat = surface.form == "lines", surface is ollama.CHAT
         needed = ("messages",) if is_chat else ("prompt", "suffix")
         if is_lines and all(fields.get(name) in (None, "", []) for name in needed):
             name = (asked.model or settings.name).removesuffix(ollama.LATEST)
             raise ollama.NothingAsked(name, is_chat, asked.keep_alive)
         texts, num_tokens = checked_prompt(fields, tenant)
-        call, num_prompts, num_computed = self._call(asked, fields, passage)
-        shown_fields = fields.pop("response_fields", None) if passage.form == "parts" and not call.is_stream else None
-        if call.is_stream and passage.form == "chunks":
+        call, num_prompts, num_computed = self._call(asked, fields, surface)
+        shown_fields = fields.pop("response_fields", None) if surface.form == "parts" and not call.is_stream else None
+        if call.is_stream and surface.form == "chunks":
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
-        if not call.is_stream and passage.form in ("chunks", "names"):
+        if not call.is_stream and surface.form in ("chunks", "names"):
             fields["stream"] = False  # transformers streams responses by default
         sent = {name: one for name in ("priority", "deadlines") if (one := fields.pop(name, None)) is not None}
         if asked.priority is not None:
@@ -178,7 +177,7 @@ class Relay:
                 prompt = leading_token_blocks(domain, self.count(surface, body))
         return Passed(
             call=call,
-            passage=passage,
+            surface=surface,
             body=address_to(settings, fields, salts),
             prompt=prompt or leading_blocks(domain, texts, num_tokens),
             salts=salts,
@@ -191,7 +190,7 @@ class Relay:
             last_fields=frozenset(("context", "timings") if asked.timings else ("context",)),
         )
 
-    def _call(self, asked: Asked, fields: dict[str, Any], passage: Passage) -> tuple[GenerationCall, int, int]:
+    def _call(self, asked: Asked, fields: dict[str, Any], surface: Surface) -> tuple[GenerationCall, int, int]:
         """And how many prompts it has, and how many answers are computed."""
         prompt, num_prompts = fields.get("prompt"), 1
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -202,10 +201,10 @@ class Relay:
             raise InvalidRequest(f"prompt must have at most {most_prompts} texts or lists of ids.", "prompt")
         max_tokens = asked.max_completion_tokens or asked.max_output_tokens or asked.max_tokens
         max_tokens = MANY_TOKENS if max_tokens is None else max_tokens
-        is_echo = passage is PASSAGES[completions.SURFACE] and bool(fields.get("echo"))
+        is_echo = surface is completions.SURFACE and bool(fields.get("echo"))
         check_range("max_tokens", max_tokens, 0 if is_echo else 1, MOST_MAX_TOKENS)  # 0: its prompt's logprobs alone
-        name, is_stream, form = asked.model or self.pool.settings.name, bool(asked.stream), passage.form
-        if passage.is_parts:
+        name, is_stream, form = asked.model or self.pool.settings.name, bool(asked.stream), surface.form
+        if surface.is_parts:
             num_predict = (asked.options or {}).get("num_predict") if form == "lines" else fields.get("n_predict")
             max_tokens = num_predict if isinstance(num_predict, int) and num_predict > 0 else max_tokens
         if form in ("lines", "document"):
@@ -261,7 +260,7 @@ class Relay:
         return None
 
     def surface_of(self, surface: Surface) -> Surface:
-        reply: Callable[..., Any] = partial(PassedReply, PASSAGES[surface])
+        reply: Callable[..., Any] = partial(PassedReply, surface)
         return surface._replace(stream=reply, whole=reply)
 
     # What an EngineClient does.
@@ -340,7 +339,7 @@ class RelayHandle:
         self.cost = Cost()
         self.sequences = [SequenceProgress(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
         self._relay = relay
-        self._call, self._passage, self._body = request.passed.call, request.passed.passage, request.passed.body
+        self._call, self._surface, self._body = request.passed.call, request.passed.surface, request.passed.body
         may_use = request.models
         self._fallbacks = [
             one for one in relay.fallbacks if may_use is None or not set(may_use).isdisjoint(one.settings.names)
@@ -393,7 +392,7 @@ class RelayHandle:
         unfinished = [one for one in self.sequences if not one.is_finished]
         if self._has_ended or not unfinished:
             return
-        if not self._call.is_stream or self._passage.form != "chunks":
+        if not self._call.is_stream or self._surface.form != "chunks":
             message = "The token quota was used up before the answer was complete. Ask for fewer tokens at once."
             self.sink.fail(ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded"))
             return
@@ -458,7 +457,9 @@ class RelayHandle:
         self.sink.on_upstream(self._upstream.shown, None if pool is self._relay.pool else pool.settings.name)
         self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._sent_s)
         self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, self._sent_s)
-        outgoing = Outgoing(b"POST", self._passage.path, self.request.fields, sse.with_fields(self._body, self._told()))
+        outgoing = Outgoing(
+            b"POST", self._surface.path.encode(), self.request.fields, sse.with_fields(self._body, self._told())
+        )
         self._exchange = connection.http.send(pool.addressed(outgoing, self._upstream), self)
         if self._is_paused:
             self._exchange.pause()
@@ -466,7 +467,7 @@ class RelayHandle:
 
     def _told(self) -> Mapping[str, Any]:
         """The class and the deadlines, for the upstream: one of our own knows no tenants."""
-        request, is_own_class = self.request, self._passage.form == "document" and self._call.priority is None
+        request, is_own_class = self.request, self._surface.form == "document" and self._call.priority is None
         if not self._pool.settings.trusted:
             return request.passed.sent
         left = request.deadlines.left_after(int(1e3 * (self._sent_s - self._begun_s)) / 1e3)
@@ -619,7 +620,7 @@ class RelayHandle:
             return None
         if answer.is_done:
             return self._heard_s + LINGER_S
-        is_due = answer.head is not None or (self._pool.silence_tells and self._passage.form != "lines")
+        is_due = answer.head is not None or (self._pool.silence_tells and self._surface.form != "lines")
         return self._heard_s + self._pool.settings.silence_s if is_due and not self._is_paused else None
 
     def _on_due(self) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from core.types import LOWEST_CLASS, TOP_CLASS, Delta, FinishReason, Usage
 from server.api import chat, completions, embeddings, llama_server, messages, ollama, responses, scores
 from server.api.decoding import parse_object
 from server.api.fields import MOST_MAX_TOKENS, GenerationCall, MaxTokens
-from server.api.replies import Extras, ReplyContext, error_event, usage_object
+from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
 from server.gate.tenants import LOCAL_NAME, DeadlineTable, OwnDeadlineExceeded, Tenant
 from server.gate.text_rules import rule_book
 from server.upstream.exchange import MAX_EVENT_BYTES, AnswerHead, EventReader, UpstreamFault
@@ -49,39 +49,11 @@ _ENDS = ("message_delta", "response.completed", "response.incomplete")  # named 
 _LASTS = ("message_stop", "response.completed", "response.incomplete")  # of the answer
 
 
-class Passage(NamedTuple):
-    """How a surface passes.
-
-    Args:
-        form: of its streams: chunks of choices, then [DONE]; events with names; or, of servers of our own alone, parts
-            without an id, the last with what was used, as events or on lines. "document": it never streams.
-        prefix: of its answers' ids.
-    """
-
-    path: bytes
-    form: Literal["chunks", "names", "parts", "lines", "document"]
-    prefix: str = ""
-
-    @property
-    def is_parts(self) -> bool:
-        return self.form in ("parts", "lines")
-
-
-PASSAGES = {
-    chat.SURFACE: Passage(b"/v1/chat/completions", "chunks", "chatcmpl-"),
-    completions.SURFACE: Passage(b"/v1/completions", "chunks", "cmpl-"),
-    responses.SURFACE: Passage(b"/v1/responses", "names", "resp_"),
-    messages.SURFACE: Passage(b"/v1/messages", "names", messages.ID_PREFIX),
-    ollama.CHAT: Passage(b"/api/chat", "lines"),
-    ollama.GENERATE: Passage(b"/api/generate", "lines"),
-    llama_server.INFILL: Passage(b"/infill", "parts"),
-    llama_server.COMPLETION: Passage(b"/completion", "parts"),
-    embeddings.SURFACE: Passage(b"/v1/embeddings", "document", "embd-"),
-    embeddings.OLLAMA: Passage(b"/api/embed", "document"),
-    scores.RERANK: Passage(b"/v1/rerank", "document", "rerank-"),
-    scores.COHERE_RERANK: Passage(b"/v2/rerank", "document", "rerank-"),
-    scores.SCORE: Passage(b"/v1/score", "document", "score-"),
-}
+SURFACES = (
+    *(chat.SURFACE, completions.SURFACE, responses.SURFACE, messages.SURFACE, ollama.CHAT, ollama.GENERATE),
+    *(llama_server.INFILL, llama_server.COMPLETION, embeddings.SURFACE, embeddings.OLLAMA),
+    *(scores.RERANK, scores.COHERE_RERANK, scores.SCORE),
+)
 
 
 # A body: what the gate reads of it, and what takes the place of what was sent.
@@ -135,7 +107,7 @@ class Passed:
     """
 
     call: GenerationCall
-    passage: Passage
+    surface: Surface
     prompt: LeadingBlocks
     body: bytes = b""
     salts: Salts = (None, None)
@@ -358,8 +330,8 @@ class UpstreamAnswer:
         self.usage: Usage | None = None
         self.is_of_start = self.is_done = False
         self._is_believed = True  # what it has told of usage
-        self._asked, self._call, self._form, self._is_trusted = asked, asked.call, asked.passage.form, is_trusted
-        own = {"id": asked.passage.prefix + request_id, "model": asked.call.model}
+        self._asked, self._call, self._form, self._is_trusted = asked, asked.call, asked.surface.form, is_trusted
+        own = {"id": asked.surface.prefix + request_id, "model": asked.call.model}
         self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
         self._events = EventReader(are_lines=self._form == "lines")
         self._num_bytes = self._num_pieces = self._num_parts = self._num_empty = 0
@@ -503,7 +475,7 @@ class UpstreamAnswer:
         shows_usage = self._call.tokens.counts_usage if message.choices else self._call.includes_usage
         renamed = self._renamed(data, hides_usage=self._form == "chunks" and not shows_usage)
         framed = renamed + b"\n" if self._form == "lines" else sse.event(renamed, event_name)
-        if self._asked.passage.is_parts:
+        if self._asked.surface.is_parts:
             self.is_done = message.done or message.stop is True
             if self.is_done:
                 return Part(data=framed, ends={0: message.finish_reason}, is_last=True)
@@ -635,12 +607,12 @@ def _decoded(data: bytes, read: Callable[[bytes], T]) -> T:
 class PassedReply:
     """Writes what an upstream has written: as a StreamReply that gets no texts, and as a WholeReply."""
 
-    def __init__(self, passage: Passage, call: GenerationCall, context: ReplyContext) -> None:
-        self._passage = passage
-        self._is_of_chunks = passage.form == "chunks" and call.is_stream
+    def __init__(self, surface: Surface, call: GenerationCall, context: ReplyContext) -> None:
+        self._surface = surface
+        self._is_of_chunks = surface.form == "chunks" and call.is_stream
         self._includes_usage = call.includes_usage
         self._reply_id = context.reply_id
-        self._envelope = {"id": passage.prefix + context.reply_id, "model": context.model}
+        self._envelope = {"id": surface.prefix + context.reply_id, "model": context.model}
         self._last = b""
 
     def start(self) -> bytes:
@@ -654,7 +626,7 @@ class PassedReply:
         if delta.data or delta.finish_reason is None:
             return delta.data
         # The choice was ended here
-        content: dict[str, Any] = {"delta": {}} if self._passage.prefix == chat.ID_PREFIX else {"text": ""}
+        content: dict[str, Any] = {"delta": {}} if self._surface.prefix == chat.SURFACE.prefix else {"text": ""}
         return self._chunk(choices=[{"index": choice, **content, "finish_reason": delta.finish_reason.value}])
 
     add = delta
@@ -670,9 +642,9 @@ class PassedReply:
         return self._last + (self._chunk(choices=[], **extras) if extras else b"") + sse.DONE
 
     def error(self, error: ServiceError) -> bytes:
-        if self._passage.prefix == messages.ID_PREFIX:
+        if self._surface.prefix == messages.SURFACE.prefix:
             return sse.event(messages.ERRORS.body(error, self._reply_id), "error")
-        return ollama.ERRORS.body(error, "") + b"\n" if self._passage.form == "lines" else error_event(error)
+        return ollama.ERRORS.body(error, "") + b"\n" if self._surface.form == "lines" else error_event(error)
 
 
 # Refusals.

@@ -31,7 +31,7 @@ from server.api import (
 from server.api.decoding import PAGE, decode, is_ascending, page_of
 from server.api.fields import DefaultsOf, GenerationCall, RequestLimits, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import EVENTS, OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
+from server.api.replies import EVENTS, LINES, OPENAI_ERRORS, Deleted, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Operation, Route
 from server.gate.identity import Caller, Scope
 from server.gate.tenants import Tenant
@@ -45,7 +45,7 @@ from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
 from server.relay import Relay
-from server.relayed import PASSAGES, keep_alive_asked
+from server.relayed import SURFACES, keep_alive_asked
 from server.switches import explain_request
 from server.values import nearest
 from server.wire.messages import HttpRequest
@@ -530,8 +530,8 @@ def _tenant_of(caller: Caller) -> str | None:
 
 def _plain_id(shown: str) -> str:
     """Ids of answers are accepted as they were shown."""
-    for passage in PASSAGES.values():
-        shown = shown.removeprefix(passage.prefix)
+    for surface in SURFACES:
+        shown = shown.removeprefix(surface.prefix)
     return shown
 
 
@@ -596,7 +596,7 @@ _RESPOND = Operation(
 _COUNT = Operation("Count the tokens of a response's input", responses.ResponsesBody, "responses", {"input": "Hello"})
 _SAY = Operation("Answer messages", messages.MessagesBody, "messages", {**_HI, "max_tokens": 64}, events=dict[str, Any])
 _COUNT_SAID = Operation("Count the tokens of messages", messages.CountBody, "messages", _HI)
-_streaming_lines = partial(Operation, events=dict[str, Any], media_type=ollama.LINES)
+_streaming_lines = partial(Operation, events=dict[str, Any], media_type=LINES)
 _OLLAMA_CHAT = _streaming_lines("Answer a chat", ollama.ChatBody, "ollama", {**_HI, "stream": False})
 _GENERATE = _streaming_lines("Complete a prompt", ollama.GenerateBody, "ollama", {"prompt": "Hello", "stream": False})
 _EMBED = Operation("Embed texts", embeddings.EmbeddingBody, "embeddings", {"input": ["Hello"]})

@@ -42,8 +42,6 @@ from server.api.replies import (
 from server.api.tools import Function, FunctionTool, ToolWishes, id_of, is_old, old_wishes, reason_of, tool_wishes
 from server.wire.messages import TextFrame
 
-ID_PREFIX = "chatcmpl-"
-
 
 class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     messages: list[Message]
@@ -180,7 +178,7 @@ class ChatStream(ChunkStream):
     __slots__ = ("_parsers",)
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
-        chunk = envelope(context, ID_PREFIX, "chat.completion.chunk")
+        chunk = envelope(context, SURFACE.prefix, "chat.completion.chunk")
         super().__init__(call, context, chunk, b'"delta":{"content":', b"}")
         self._parsers = [answer_parser(call.thought, call.tools, call.constraint) for _ in range(call.num_sequences)]
 
@@ -243,7 +241,7 @@ class ChatStream(ChunkStream):
 class ChatDocument(WholeReply):
     def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         wishes, context = self._call.tokens, self._context
-        answer = envelope(context, ID_PREFIX, "chat.completion")
+        answer = envelope(context, SURFACE.prefix, "chat.completion")
         answer["choices"] = [self._choice(choice) for choice in range(len(self.texts))]
         answer["usage"] = usage_object(usage)
         if wishes.num_prompt_logprobs is not None:
@@ -310,4 +308,4 @@ def _logprobs_object(entries: list[Any]) -> LogprobsObject:
     return {"content": entries, "refusal": None}
 
 
-SURFACE = Surface(parse, ChatStream, ChatDocument)
+SURFACE = Surface("/v1/chat/completions", "chunks", parse, ChatDocument, ChatStream, "chatcmpl-")

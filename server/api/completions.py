@@ -280,7 +280,7 @@ class CompletionStream(ChunkStream):
     __slots__ = ("_logprobs",)
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
-        super().__init__(call, context, _envelope(context), b'"text":', b"")
+        super().__init__(call, context, envelope(context, SURFACE.prefix, "text_completion"), b'"text":', b"")
         self._logprobs = _legacy_logprobs(call, context)
 
     def start(self) -> bytes:
@@ -324,7 +324,8 @@ class CompletionDocument(WholeReply):
 
     def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         choices = [self._choice(choice) for choice in range(len(self.texts))]
-        return _envelope(self._context) | {"choices": choices, "usage": usage_object(usage)} | extras
+        answer = envelope(self._context, SURFACE.prefix, "text_completion")
+        return answer | {"choices": choices, "usage": usage_object(usage)} | extras
 
     def _choice(self, choice: int) -> dict[str, Any]:
         call, context = self._call, self._context
@@ -344,8 +345,4 @@ class CompletionDocument(WholeReply):
         return line
 
 
-def _envelope(context: ReplyContext) -> dict[str, Any]:
-    return envelope(context, "cmpl-", "text_completion")
-
-
-SURFACE = Surface(parse, CompletionStream, CompletionDocument)
+SURFACE = Surface("/v1/completions", "chunks", parse, CompletionDocument, CompletionStream, "cmpl-")

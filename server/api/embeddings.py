@@ -28,7 +28,7 @@ from server.api.fields import (
     checked_ids,
     read_body,
 )
-from server.api.replies import Extras, ReplyContext, StreamReply, Surface, WholeReply
+from server.api.replies import Extras, ReplyContext, Surface, WholeReply
 from server.gate.tenants import ANY_TIME, DeadlineTable
 from server.wire import sse
 
@@ -194,7 +194,7 @@ class VectorsReply(WholeReply):
 class EmbeddingDocument(VectorsReply):
     def end(self, usage: Usage, extras: Extras) -> bytes:
         context = self._context
-        head = {"id": f"embd-{context.reply_id}", "object": "list", "created": context.created_s}
+        head = {"id": SURFACE.prefix + context.reply_id, "object": "list", "created": context.created_s}
         lines = [
             b'{"object":"embedding","index":%d,"embedding":%b}' % (i, text) for i, text in enumerate(self._written)
         ]
@@ -227,9 +227,5 @@ def pooled_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def never_streams(call: GenerationCall, context: ReplyContext) -> StreamReply:
-    raise AssertionError("vectors come in one document")
-
-
-SURFACE = Surface(parse, never_streams, EmbeddingDocument, does="embed")
-OLLAMA = Surface(parse_ollama, never_streams, OllamaEmbeddings, does="embed")
+SURFACE = Surface("/v1/embeddings", "document", parse, EmbeddingDocument, prefix="embd-", does="embed")
+OLLAMA = Surface("/api/embed", "document", parse_ollama, OllamaEmbeddings, does="embed")

@@ -227,8 +227,8 @@ def _at(answer: Any, path: str) -> Any:
     return answer
 
 
-COMPLETION = Surface(parse_completion, PartsStream, Document)
-INFILL = Surface(parse_infill, PartsStream, Document)
+COMPLETION = Surface("/completion", "parts", parse_completion, Document, PartsStream)
+INFILL = Surface("/infill", "parts", parse_infill, Document, PartsStream)
 
 
 def props_reply(card: ServerCard, template: str) -> bytes:

@@ -37,7 +37,6 @@ from server.api.tools import CalledFunction, Function, ToolCall, arguments_of, i
 from server.wire import sse
 from server.wire.messages import TextFrame
 
-ID_PREFIX = "msg_"
 FUNCTION_KIND = "custom"  # the type of tools that are functions
 # A coding client's first lines: they differ from request to request, and with them no prefix would be found again
 _BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
@@ -544,7 +543,7 @@ def count_reply(num_tokens: int) -> bytes:
 
 
 def _message(context: ReplyContext) -> dict[str, Any]:
-    return {"id": ID_PREFIX + context.reply_id, "type": "message", "role": "assistant", "model": context.model}
+    return {"id": SURFACE.prefix + context.reply_id, "type": "message", "role": "assistant", "model": context.model}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -583,4 +582,4 @@ def _error_event(error: ServiceError, request_id: str, number: int = 0) -> bytes
 
 
 ERRORS = ErrorForm(lambda error: _ERRORS[error.kind][0], _error_body, MessagesError, b"request-id")
-SURFACE = Surface(parse, MessageStream, MessageDocument, elsewhere=_error_event)
+SURFACE = Surface("/v1/messages", "names", parse, MessageDocument, MessageStream, "msg_", elsewhere=_error_event)

@@ -370,9 +370,8 @@ def _error_body(error: ServiceError, request_id: str) -> bytes:
 
 
 ERRORS = ErrorForm(status_of, _error_body, OllamaError)
-LINES = b"application/x-ndjson"
-CHAT = Surface(parse_chat, OllamaStream, OllamaDocument, LINES)
-GENERATE = Surface(parse_generate, OllamaStream, OllamaDocument, LINES)
+CHAT = Surface("/api/chat", "lines", parse_chat, OllamaDocument, OllamaStream)
+GENERATE = Surface("/api/generate", "lines", parse_generate, OllamaDocument, OllamaStream)
 
 
 # Models.

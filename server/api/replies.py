@@ -129,6 +129,7 @@ def cut_short(reason: FinishReason) -> ServiceError:
 # A surface.
 
 EVENTS = b"text/event-stream; charset=utf-8"
+LINES = b"application/x-ndjson"
 EVENT_FIELDS = ((b"content-type", EVENTS), (b"x-accel-buffering", b"no"))  # of a head; proxies hold none back
 
 
@@ -237,23 +238,40 @@ class WholeReply:
         raise NotImplementedError
 
 
+def never_streams(call: GenerationCall, context: ReplyContext) -> StreamReply:
+    raise AssertionError("it comes in one document")
+
+
 class Surface(NamedTuple):
     """One way of asking for tokens.
 
     Attributes:
+        form: of its streams: chunks of choices, then [DONE]; events with names; parts without an id, the last with what
+            was used, as events or on lines. "document": it never streams.
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
-        media_type: of a stream; other types than events have no comments.
+        prefix: of its answers' ids.
         does: what it asks of the model: see PoolingStyle.tasks.
         elsewhere: the last event for a reader whose stream goes on without it: of the error, the request's id and the
             number of events before it.
     """
 
+    path: str
+    form: Literal["chunks", "names", "parts", "lines", "document"]
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
-    stream: Callable[[GenerationCall, ReplyContext], StreamReply]
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
-    media_type: bytes = EVENTS
+    stream: Callable[[GenerationCall, ReplyContext], StreamReply] = never_streams
+    prefix: str = ""
     does: str = "generate"
     elsewhere: Callable[[ServiceError, str, int], bytes] = lambda error, request_id, number: error_event(error)
+
+    @property
+    def is_parts(self) -> bool:
+        return self.form in ("parts", "lines")
+
+    @property
+    def media_type(self) -> bytes:
+        """Of a stream; other types than events have no comments."""
+        return LINES if self.form == "lines" else EVENTS
 
 
 # Parts of answers.

@@ -538,4 +538,4 @@ def _error_event(error: ServiceError, request_id: str, number: int) -> bytes:
     return sse.event(sse.json_line({"type": "error", "sequence_number": number, **fields}), "error")
 
 
-SURFACE = Surface(parse, ResponseStream, ResponseDocument, elsewhere=_error_event)
+SURFACE = Surface("/v1/responses", "names", parse, ResponseDocument, ResponseStream, "resp_", elsewhere=_error_event)

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from core.errors import InvalidRequest
 from core.types import Delta, Usage
-from server.api.embeddings import PooledFields, check_num_texts, never_streams, pooled_call, pooled_usage, style_of
+from server.api.embeddings import PooledFields, check_num_texts, pooled_call, pooled_usage, style_of
 from server.api.fields import (
     DefaultsOf,
     GenerationCall,
@@ -128,7 +128,7 @@ class RerankDocument(ScoresReply):
             line["document"] = {"text": given if isinstance(given, str) else given.text}
         context = self._context
         return {
-            "id": f"rerank-{context.reply_id}",
+            "id": RERANK.prefix + context.reply_id,
             "model": context.model,
             "results": results,
             "usage": pooled_usage(usage),
@@ -148,7 +148,7 @@ class ScoreDocument(ScoresReply):
     def document(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         context = self._context
         return {
-            "id": f"score-{context.reply_id}",
+            "id": SCORE.prefix + context.reply_id,
             "object": "list",
             "created": context.created_s,
             "model": context.model,
@@ -167,6 +167,6 @@ def _cosine(one: Any, other: Any) -> float:
     return float(one @ other) / lengths if lengths > 0 else 0.0
 
 
-RERANK = Surface(parse_rerank, never_streams, RerankDocument, does="score")
-COHERE_RERANK = Surface(parse_rerank, never_streams, CohereDocument, does="score")
-SCORE = Surface(parse_score, never_streams, ScoreDocument, does="score")
+RERANK = Surface("/v1/rerank", "document", parse_rerank, RerankDocument, prefix="rerank-", does="score")
+COHERE_RERANK = RERANK._replace(path="/v2/rerank", whole=CohereDocument)
+SCORE = Surface("/v1/score", "document", parse_score, ScoreDocument, prefix="score-", does="score")

@@ -26,7 +26,7 @@ from server import relay, relayed
 from server.api import chat as chat_api
 from server.api import completions
 from server.api.fields import GenerationCall, PoolingStyle
-from server.api.replies import status_of
+from server.api.replies import Surface, status_of
 from server.config import ServerConfig
 from server.gate.tenants import CLASSES, LOCAL_NAME, Deadlines, DeadlineTable, Limits, Tenant
 from server.gate.text_rules import TextRule
@@ -36,7 +36,8 @@ from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
 from server.relay import Relay, RelayHandle
-from server.relayed import PASSAGES, Part, Passage, Passed, UpstreamAnswer, refusal_of
+from server.relayed import SURFACES as ALL
+from server.relayed import Part, Passed, UpstreamAnswer, refusal_of
 from server.upstream import pool
 from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
@@ -386,8 +387,8 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
     async with relaying(tokenizer=str(tmp_path)) as gateway:
         relay = gateway.relay
         names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
-        for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if one.prefix in names):
-            data = SURFACES[names[passage.prefix]]()
+        for surface in (one for one in ALL if one.prefix in names):
+            data = SURFACES[names[surface.prefix]]()
             marks = StageMarks(lambda: 0.0)
             counted = relay.prepare(surface, data.split(b"\r\n\r\n", 1)[1], Tenant(name="t"), marks).prompt.num_tokens
             answer = await gateway.ask(data)
@@ -400,7 +401,7 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         Server(ServerConfig(models=(model("http://h:1", tokenizer="/nowhere"),)), no_engine, print)
 
 
-@pytest.mark.parametrize("surface", [one for one in PASSAGES if PASSAGES[one].form in ("chunks", "names")])
+@pytest.mark.parametrize("surface", [one for one in ALL if one.form in ("chunks", "names")])
 async def test_an_upstream_is_told_that_an_answer_is_not_streamed(surface: Any) -> None:
     async with fronting(model("unix:/nowhere")) as front:
         relay = front.relay
@@ -1674,16 +1675,16 @@ ENDS_OF_EVENTS = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r", b"\nevent: \xff
 
 
 _CALL = GenerationCall(model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True, num_sequences=2)
-_TWO = Passed(_CALL, PASSAGES[chat_api.SURFACE], LeadingBlocks(0))
+_TWO = Passed(_CALL, chat_api.SURFACE, LeadingBlocks(0))
 
 
-@pytest.mark.parametrize("passage", PASSAGES.values(), ids=lambda passage: passage.path.decode())
+@pytest.mark.parametrize("surface", ALL, ids=lambda surface: surface.path)
 @given(events=EVENTS, end=ENDS_OF_EVENTS)
 @settings(max_examples=60, deadline=None)
 def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
-    passage: Passage, events: list[bytes], end: bytes
+    surface: Surface, events: list[bytes], end: bytes
 ) -> None:
-    asked = Passed(_CALL, passage, LeadingBlocks(0))
+    asked = Passed(_CALL, surface, LeadingBlocks(0))
 
     def read(pieces: list[bytes]) -> tuple[list[Part], str]:
         answer, parts = UpstreamAnswer(asked, "r1", False), list[Part]()
@@ -1694,7 +1695,7 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
             return parts, str(fault)
         return parts, str(answer.usage)
 
-    begin, end = (b"", b"\n") if passage.form == "lines" else (b"data: ", end)
+    begin, end = (b"", b"\n") if surface.form == "lines" else (b"data: ", end)
     data = b"".join(begin + event + end for event in events)
     whole = read([data])
     assert read([data[i : i + 1] for i in range(len(data))]) == whole
@@ -1769,7 +1770,7 @@ def test_of_events_that_differ_in_their_text_alone_the_first_are_parsed(
 def test_what_waits_for_the_end_is_bounded() -> None:
     sampling = SamplingParams(max_tokens=5)
     call = GenerationCall(model="m", prompts=(), sampling=sampling, includes_usage=True, is_stream=True)
-    answer = UpstreamAnswer(Passed(call, next(iter(PASSAGES.values())), LeadingBlocks(0)), "r1", False)
+    answer = UpstreamAnswer(Passed(call, ALL[0], LeadingBlocks(0)), "r1", False)
     last = b'data: {"choices":[],"usage":{"told":"%b"}}\n\n' % (b"x" * 3_000_000)
     assert [part.is_last for part in answer.push(last * 2)] == [True, True]
     with pytest.raises(UpstreamFault, match="last events are larger"):
