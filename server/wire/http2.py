@@ -91,6 +91,7 @@ class Http2Protocol(FrameReader):
     """One connection's protocol. What is to be written is taken with take_control, then take_data.
 
     Attributes:
+        is_draining: the client has been told to open no more streams.
         has_failed: the connection ends with the GOAWAY that take_control gives; there are no more events.
         failed_with: the code of that GOAWAY.
         num_requests: whose heads have been taken.
@@ -134,7 +135,7 @@ class Http2Protocol(FrameReader):
         self._last_stream_id = 0  # whose request was taken
         self._head_bytes = 0  # of the open streams
         self._num_refused = 0  # streams in a row
-        self._is_draining = False
+        self.is_draining = False
         self._goaway_id = MAX_STREAM_ID  # above which streams are refused
         self._events: list[Event] = []
         self._has_preface = False
@@ -474,15 +475,15 @@ class Http2Protocol(FrameReader):
 
     def start_drain(self) -> None:
         """Tell the client to open no more streams, and find out when it has heard (RFC 9113 §6.8). Idempotent."""
-        if self._is_draining or self.has_failed:
+        if self.is_draining or self.has_failed:
             return
-        self._is_draining = True
+        self.is_draining = True
         self._write_goaway(MAX_STREAM_ID, Http2ErrorCode.NO_ERROR)
         self._write(PING, DRAIN_PING)
 
     def finish_drain(self) -> None:
         """Streams above the last one taken are refused from now on. Idempotent."""
-        if self._is_draining and self._goaway_id == MAX_STREAM_ID and not self.has_failed:
+        if self.is_draining and self._goaway_id == MAX_STREAM_ID and not self.has_failed:
             self._goaway_id = self._last_stream_id
             self._write_goaway(self._goaway_id, Http2ErrorCode.NO_ERROR)
 

@@ -60,7 +60,6 @@ class Http2Exchanges(Exchanges):
         # Streams with bytes that wait for a window, or for other streams -> since when the peer has had to take enough,
         # oldest first, and how much had been sent then
         self._held_back: OrderedDict[int, tuple[float, int]] = OrderedDict()
-        self._early: dict[int, float] = {}  # streams that were answered before their requests' end -> since when
         self._blocked_since = 0.0
         self._over: set[int] = set()  # streams that have, or had, more than their share unsent
         self._num_ended = 0  # bytes of complete answers; may count some that have been sent since
@@ -69,7 +68,6 @@ class Http2Exchanges(Exchanges):
         self._head_since = self._idle_since = context.loop.time()
         self._has_peer = True
         self._drain_due: float | None = None  # when the second GOAWAY is sent, whether the peer has answered or not
-        self._is_draining = False
         self._closes_after_answer = False
 
     @property
@@ -273,7 +271,7 @@ class Http2Exchanges(Exchanges):
         """A request, or the connection, is answered by RST_STREAM or GOAWAY alone: it has its access line, too."""
         status = 400
         if code in (Http2ErrorCode.REFUSED_STREAM, Http2ErrorCode.ENHANCE_YOUR_CALM):
-            status = 503 if self._is_draining else 429
+            status = 503 if self._protocol.is_draining else 429
         self._context.refuse(status, code.name, self.peer, self._clock(), stream, code)
 
     def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
@@ -360,7 +358,7 @@ class Http2Exchanges(Exchanges):
                 connection.adjust()
             for stream in output.ended:
                 if not stream.has_read_request:
-                    self._early[stream.id] = self._loop.time()
+                    stream.early_since = self._loop.time()
                     connection.adjust()
         connection.write_out()
         if self._on_written:
@@ -420,8 +418,7 @@ class Http2Exchanges(Exchanges):
 
     def drain(self) -> None:
         """Send two GOAWAYs: requests on their way when the first arrives are still taken (RFC 9113 §6.8)."""
-        if not self._is_draining:
-            self._is_draining = True
+        if not self._protocol.is_draining:
             self._protocol.start_drain()
             self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
             self._on_changed()
@@ -441,7 +438,7 @@ class Http2Exchanges(Exchanges):
             yield self._head_since + limits.head_s, self._end_slow_head
         if self._drain_due is not None:
             yield self._drain_due, self._finish_drain
-        elif not self._is_draining and not self._exchanges and not self._held_back:
+        elif not self._protocol.is_draining and not self._exchanges and not self._held_back:
             yield self._idle_since + limits.idle_s, self.drain
         if self._awaited:
             is_shut = self._room.is_shut
@@ -449,9 +446,9 @@ class Http2Exchanges(Exchanges):
                 waits_for_us = is_shut or stream_id in self._aside
                 if not waits_for_us or self._protocol.may_send(stream_id):
                     yield body.due, partial(self._fail_body, stream_id)
-        if self._early:
-            stream_id, since = next(iter(self._early.items()))
-            yield since + limits.linger_s, partial(self._break_off_early, stream_id)
+        if early := self._protocol.early:
+            first = next(iter(early.values()))
+            yield first.early_since + limits.linger_s, partial(self._protocol.break_off, first.id)
         if self._held_back:
             stream_id, (since, _) = next(iter(self._held_back.items()))
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
@@ -471,10 +468,6 @@ class Http2Exchanges(Exchanges):
         self._end_body(stream_id)
         error = ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout")
         self._exchanges[stream_id].fail_body(error)
-
-    def _break_off_early(self, stream_id: int) -> None:
-        del self._early[stream_id]
-        self._protocol.break_off(stream_id)
 
     def _end_stalled(self, stream_id: int) -> None:
         del self._held_back[stream_id]

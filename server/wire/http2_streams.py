@@ -90,6 +90,7 @@ class Http2Stream:
     remaining: int | None = None  # bytes of a counted body, not yet given to send_data
     data: bytearray = field(default_factory=bytearray)  # unsent; bounded, because it blocks its stream
     trailers: Headers = ()
+    early_since: float = 0.0  # when its response had ended before its request
     num_partly_sent: int = 0  # bytes that were taken while more was there: the progress of a peer that never takes all
 
 
