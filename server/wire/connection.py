@@ -182,10 +182,6 @@ class Exchanges(ABC):
         """The peer has gone: tell the streams, or cancel their handlers. Idempotent."""
 
     @abstractmethod
-    def close_after_answer(self) -> None:
-        """Take one more request, and those on their way when the peer hears of the end."""
-
-    @abstractmethod
     def drain(self) -> None:
         """Take no further request; close when those in progress are answered."""
 
@@ -462,8 +458,6 @@ class Connection(asyncio.Protocol):
     def go_on_with(self, exchanges: Exchanges) -> None:
         """They receive from now on."""
         self._exchanges = exchanges
-        if self.closes_after_answer:
-            exchanges.close_after_answer()
 
     def write_out(self) -> None:
         """Write `out`."""

@@ -161,7 +161,7 @@ class Http1Exchanges(Exchanges):
             exchanges.drain()
 
     def _start_stream(self, request: HttpRequest) -> None:
-        if request.stream_id >= self._limits.num_requests:
+        if self._connection.closes_after_answer or request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
         stream = self._stream = HttpStream(request, self, self._received_s)
         self._connection.serve(stream)
@@ -276,11 +276,8 @@ class Http1Exchanges(Exchanges):
             self._handle_events(self._protocol.next_request())
             connection.adjust()
 
-    def close_after_answer(self) -> None:
-        self._protocol.keep_alive = False
-
     def drain(self) -> None:
-        self.close_after_answer()
+        self._protocol.keep_alive = False
         if self._stream is not None or self._out or not self._protocol.is_idle:
             return
         if self._protocol.num_requests:

@@ -68,7 +68,6 @@ class Http2Exchanges(Exchanges):
         self._head_since = self._idle_since = context.loop.time()
         self._has_peer = True
         self._drain_due: float | None = None  # when the second GOAWAY is sent, whether the peer has answered or not
-        self._closes_after_answer = False
 
     @property
     def has_streams(self) -> bool:
@@ -197,8 +196,8 @@ class Http2Exchanges(Exchanges):
         stream = HttpStream(request, self, self._received_s)
         self._exchanges[request.stream_id] = stream
         self._connection.serve(stream, self._wait_turn)
-        if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
-            self.drain()
+        if self._connection.closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
+            self.drain()  # and not before: a peer would send no request, and not learn why
 
     async def _wait_turn(self) -> None:
         """A peer that keeps its windows shut gets no more answers made than _ENDED_UNSENT_BYTES."""
@@ -409,12 +408,6 @@ class Http2Exchanges(Exchanges):
             self._set_blocked(stream, is_over or self._connection.is_writing_paused)
 
     # The end, and the deadlines.
-
-    def close_after_answer(self) -> None:
-        """Drain with the first request. Told before, a peer would send none, and not learn why."""
-        self._closes_after_answer = True
-        if self._protocol.num_requests:
-            self.drain()
 
     def drain(self) -> None:
         """Send two GOAWAYs: requests on their way when the first arrives are still taken (RFC 9113 §6.8)."""
