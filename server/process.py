@@ -135,7 +135,9 @@ class Server:
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
         self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
-        self._supervision = Supervision(self, manager or ServiceManager(os.environ, os.getpid()), self._loop)
+        self._supervision = Supervision(
+            self, self._readiness, manager or ServiceManager(os.environ, os.getpid()), self._loop
+        )
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
         self._preparing: asyncio.TimerHandle | None = None  # what tries grammars out
@@ -460,9 +462,6 @@ class Server:
         self._metrics.gil_wait.observe(gil_wait_s)
         self._supervision.on_beat()
 
-    def on_silence(self, is_silent: bool) -> None:
-        self._readiness.is_stalled = is_silent
-
     def on_failed(self, error: BaseException) -> None:
         """The engine cannot be loaded, or failed: the process ends."""
         self._failure = self._failure or error
@@ -487,10 +486,6 @@ class Server:
     @property
     def num_in_progress(self) -> int:
         return self.listener.num_handlers
-
-    @property
-    def stage(self) -> str:
-        return self._readiness.stage
 
     @property
     def why_refusing(self) -> str | None:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from core.errors import StartupError
 from core.types import EngineStats
+from server.app import Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +47,11 @@ class Supervised(Protocol):
         """Requests in progress."""
 
     @property
-    def stage(self) -> str:
-        """Of loading."""
-
-    @property
     def why_refusing(self) -> str | None:
         """Why requests are refused although the engine works; None: they are not."""
 
     def ask_for_beat(self) -> None:
         """Make the engine's thread call on_beat() after its step, or at once when it is idle."""
-
-    def on_silence(self, is_silent: bool) -> None:
-        """The engine has been busy with one step for too long; False: it steps again."""
 
     def on_failed(self, error: BaseException) -> None: ...
 
@@ -65,8 +59,11 @@ class Supervised(Protocol):
 class Supervision:
     """Ticks from start() to close()."""
 
-    def __init__(self, server: Supervised, manager: "ServiceManager", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, server: Supervised, readiness: Readiness, manager: "ServiceManager", loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._server = server
+        self._readiness = readiness
         self._manager = manager
         self._loop = loop
         self._tick_s = min(TICK_S, (manager.watchdog_s or TICK_S * NUM_TICKS_PER_WATCHDOG) / NUM_TICKS_PER_WATCHDOG)
@@ -75,7 +72,6 @@ class Supervision:
         self._serving = "Serving"  # the status; says also how the last reload failed
         self._why_refusing: str | None = None  # as last reported
         self._timer: asyncio.TimerHandle | None = None
-        self._is_stopping = False
         self._cause: StartupError | None = None
         self.last_reload: tuple[float, bool] | None = None  # unix time, and whether it succeeded
 
@@ -101,7 +97,9 @@ class Supervision:
 
     def reload(self, reload: Callable[[], None]) -> None:
         """Call it, and report its beginning and its end."""
-        is_ready = self._watch is not None and not self._is_stopping  # systemd expects reloads of a ready service only
+        is_ready = (
+            self._watch is not None and not self._readiness.is_draining
+        )  # systemd expects reloads of a ready service only
         if is_ready:
             # systemd compares the time with its own
             self._manager.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", status="Reloading")
@@ -127,7 +125,6 @@ class Supervision:
         Args:
             cause: why it could not start.
         """
-        self._is_stopping = True
         self._cause = cause
         self._ask_for_time()
 
@@ -146,18 +143,18 @@ class Supervision:
             if self._manager.watchdog_s is not None:
                 self._manager.send("WATCHDOG=1")
             before_why, self._why_refusing = self._why_refusing, self._server.why_refusing
-            if not self._is_stopping and (before is Pulse.SILENT or before_why != self._why_refusing):
+            if not self._readiness.is_draining and (before is Pulse.SILENT or before_why != self._why_refusing):
                 self._manager.send(status=self._status)
             if before is Pulse.SILENT:
                 logger.warning("the engine is stepping again")
-                self._server.on_silence(False)
+                self._readiness.is_stalled = False
         elif self._pulse is Pulse.LOST:
             logger.critical("the stacks of all threads:\n%s", _stacks())
             self._server.on_failed(EngineLost(f"{busy}; the stacks are above"))
         elif before is Pulse.BEATING:
             logger.error("the engine has been %s", busy)
             self._manager.send(status=f"The engine has been {busy}")
-            self._server.on_silence(True)
+            self._readiness.is_stalled = True
 
     @property
     def _status(self) -> str:
@@ -165,13 +162,13 @@ class Supervision:
 
     def _ask_for_time(self) -> None:
         """Loading and draining may take longer than the unit's TimeoutStartSec and TimeoutStopSec."""
-        if self._is_stopping:
+        if self._readiness.is_draining:
             num = self._server.num_in_progress
             draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
             status = draining if self._cause is None else f"Failed: {self._cause.cause}"
             self._manager.send("STOPPING=1", _EXTENSION, status=status)
         elif self._watch is None:
-            self._manager.send(_EXTENSION, status=f"Loading: {self._server.stage}")
+            self._manager.send(_EXTENSION, status=f"Loading: {self._readiness.stage}")
 
 
 def _stacks() -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.types import EngineStats
+from server.app import Readiness
 from server.supervision import (
     FIRST_STEP_S,
     MIN_SILENCE_S,
@@ -26,21 +27,18 @@ class Process:
     """What supervision asks and tells; its engine beats when it is asked, unless it hangs."""
 
     num_in_progress = 0
-    stage = "loading"
     why_refusing: str | None = None
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.loop = VirtualTimeLoop()
-        self.supervision = Supervision(self, ServiceManager(environ, 1), self.loop)
+        self.readiness = Readiness("loading")
+        self.supervision = Supervision(self, self.readiness, ServiceManager(environ, 1), self.loop)
         self.hangs = False
-        self.told: list[object] = []
+        self.told: list[type[BaseException]] = []
 
     def ask_for_beat(self) -> None:
         if not self.hangs:
             self.supervision.on_beat()
-
-    def on_silence(self, is_silent: bool) -> None:
-        self.told.append(is_silent)
 
     def on_failed(self, error: BaseException) -> None:
         self.told.append(type(error))
@@ -68,23 +66,25 @@ def test_engine_that_hangs_is_not_ready_and_then_lost_once(process: Process, cap
     process.loop.advance(1000)
     process.hangs = True
     process.loop.advance(MIN_SILENCE_S)
-    assert process.told == []
+    assert not process.readiness.is_stalled
     process.loop.advance(3)
-    assert process.told == [True]
+    assert process.readiness.is_stalled
+    assert process.told == []
     process.loop.advance(MIN_SILENCE_S * NUM_SILENCES_TO_DEATH)
-    assert process.told == [True, EngineLost]
+    assert process.told == [EngineLost]
     assert "most recent call first" in caplog.text  # the stacks of all threads
     process.loop.advance(1000)
-    assert process.told == [True, EngineLost]
+    assert process.told == [EngineLost]
 
 
 def test_engine_that_comes_back_is_ready_again(process: Process) -> None:
     process.hangs = True
     process.loop.advance(MIN_SILENCE_S + 5)
+    assert process.readiness.is_stalled
     process.hangs = False
     process.supervision.on_beat()
     process.loop.advance(1000)
-    assert process.told == [True, False]
+    assert not process.readiness.is_stalled
 
 
 def test_manager_is_told_why_requests_are_refused_and_when_they_are_not(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_long_step_that_was_foreseen_is_no_silence(process: Process) -> None:
     process.loop.advance(1)  # the tick that notes it
     process.hangs = True
     process.loop.advance(55)
-    assert process.told == []
+    assert not process.readiness.is_stalled
 
 
 class RecordingManager(ServiceManager):
@@ -123,7 +123,7 @@ def test_reload_that_fails_by_a_fault_of_ours_is_over_for_the_manager_too(
     process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = RecordingManager()
-    supervision = Supervision(process, manager, process.loop)
+    supervision = Supervision(process, process.readiness, manager, process.loop)
     supervision.on_ready(max_batch_tokens=16)
     supervision.reload(lambda: 1 // 0)
     assert manager.told == ["READY=1", "RELOADING=1", "READY=1"]
