@@ -238,7 +238,6 @@ class Generation:
         self._is_unsettled = False  # and could not be written
         # What is due when: see _dues
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
-        self._num_decoding = 0  # choices that have begun and not ended
         self._num_pauses = 0  # by a slow reader, by an empty quota
         self._pauses: dict[Cause, tuple[float, list[int]]] = {}  # since when, and the tokens that each handle had
         self._paused_since_s: float | None = None
@@ -581,9 +580,8 @@ class Generation:
             self._shared.metrics.count_first_token(timings.ttft_s or 0.0, self._own_model)
             self._on(Event.FIRST_TOKEN)
         self._place.on_first_token(choice, now_s)
-        self._num_decoding += 1
-        if self._num_decoding == 1 and self._deadlines.inter_token_s < math.inf:  # the other dues are no earlier now
-            self._timer.arm()
+        if self._place.num_decoding == 1 and self._deadlines.inter_token_s < math.inf:
+            self._timer.arm()  # the other dues are no earlier now
 
     def on_text(self, choice: int, text: str) -> None:
         self._write(choice, text)
@@ -596,7 +594,6 @@ class Generation:
         if reason is not None:
             self._reasons.append(reason)
             if self._sequence(choice).last_s != NOT_YET:
-                self._num_decoding -= 1
                 self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)

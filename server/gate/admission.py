@@ -433,6 +433,7 @@ class Place:
         held: its use of each room.
         end: ends the request to make space for another; None: it cannot be evicted yet.
         has_begun: its first token has come.
+        num_decoding: choices that have had their first token and continue.
     """
 
     _line: _Line  # these three: once it is admitted
@@ -444,12 +445,12 @@ class Place:
         self.held: dict[SharedRoom, float] = {}
         self.end: Callable[[ServiceError], None] | None = None
         self.has_begun = False
+        self.num_decoding = 0
         self._admission = admission
         self._is_released = False
         self._num_choices = 1  # of each prompt
         self._waiting: dict[int, int] = {}  # prompts without a first token, with their serial numbers
         self._expected_s = math.inf  # when the first token was expected; infinite: unknown, or the margin has it
-        self._num_decoding = 0  # choices that have had their first token and go on
 
     def take(self, room: SharedRoom, num: float) -> None:
         """Use this much more of a room; negative: less."""
@@ -497,7 +498,7 @@ class Place:
     def leave(self, now_s: float) -> None:
         """The request is over. To be called once."""
         self._release()
-        self._count_decoding(-self._num_decoding)
+        self._count_decoding(-self.num_decoding)
         self._note_wait(now_s, has_come=False)
         self.end = None
 
@@ -513,7 +514,7 @@ class Place:
         self.end(error)
 
     def _count_decoding(self, change: int) -> None:
-        self._num_decoding += change
+        self.num_decoding += change
         self._admission.num_decoding += change
 
     def _note_wait(self, now_s: float, has_come: bool) -> None:
