@@ -325,8 +325,6 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": _route(create_batch, "Run a file's requests", BatchBody, "batches", _BATCH),
         "GET": _route(list_batches, "The batches", query={"after": str, "limit": PAGE["limit"]}),
     },
-}
-TEMPLATES: dict[str, dict[str, Route]] = {
     "/v1/files/{file_id}": {
         "GET": _route(show_file, "A file"),
         "DELETE": _route(delete_file, "Delete a file", answer=Deleted),

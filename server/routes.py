@@ -400,7 +400,7 @@ async def show_readiness(exchange: Exchange) -> None:
 @cache
 def _openapi(limits: RequestLimits) -> tuple[bytes, bytes]:
     """The document and its entity tag."""
-    body = openapi.document(ROUTES | TEMPLATES, limits)
+    body = openapi.document(ROUTES, limits)
     return body, b'"%s"' % hashlib.sha256(body).hexdigest()[:32].encode()
 
 
@@ -612,8 +612,30 @@ _DETOKENIZE = Operation("The text of token ids", tokenize.DetokenizeBody, "detok
 _MODEL_INFO = "The model, as SGLang's router reads it"
 _ADAPTER = {"lora_name": "mine", "lora_path": "mine"}
 _TEXT = b"text/plain; charset=utf-8"
+_PROGRESS = Operation("A request's progress and timings", answer=ToldRequest)
+_RESUME = Operation("Resume its stream after Last-Event-ID", answer=None, events=dict[str, Any])
+_WHY = Operation("What made a request slow, by simulation", answer=Explanation)
+_CANCEL = Operation("Cancel a request", answer=models.Status)
 
 
+def _of_requests(start: str, scope: Scope) -> dict[str, dict[str, Route]]:
+    shown = partial(Route, scope=scope, needs_model=False)
+    return {
+        f"{start}/{{request_id}}": {
+            "GET": shown(show_request, operation=_PROGRESS),
+            "DELETE": Route(delete_request, scope, operation=_CANCEL),
+        },
+        f"{start}/{{request_id}}/stream": {"GET": shown(resume_stream, operation=_RESUME)},
+        f"{start}/{{request_id}}/why": {"GET": shown(show_why, operation=_WHY)},
+    }
+
+
+def _switch(is_load: bool, summary: str) -> dict[str, Route]:
+    operation = Operation(summary, answer=models.ModelState)
+    return {"POST": Route(partial(switch_model, is_load=is_load), Scope.ADMIN, operation=operation)}
+
+
+# By path; the name in braces is the handler's argument
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(chat.SURFACE, _CHAT)},
     "/v1/completions": {"POST": _generation(completions.SURFACE, _COMPLETE)},
@@ -625,6 +647,11 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v2/rerank": {"POST": _generation(scores.COHERE_RERANK, _RERANK)},
     "/v1/score": {"POST": _generation(scores.SCORE, _SCORE)},
     "/v1/responses/input_tokens": {"POST": _counted(COUNT_INPUT, _COUNT)},
+    "/v1/responses/{response_id}": {
+        "GET": _shown(show_response, "A stored response", query={"stream": Literal["false"]}),
+        "DELETE": _shown(delete_response, "Delete a stored response", answer=Deleted),
+    },
+    "/v1/responses/{response_id}/input_items": {"GET": _shown(list_input_items, "The items of its input", query=PAGE)},
     "/v1/messages": {"POST": _generation(messages.SURFACE, _SAY, messages.ERRORS)},
     "/v1/messages/count_tokens": {"POST": _counted(COUNT_MESSAGES, _COUNT_SAID, messages.ERRORS)},
     "/api/chat": {"POST": _generation(ollama.CHAT, _OLLAMA_CHAT, ollama.ERRORS)},
@@ -655,6 +682,7 @@ ROUTES: dict[str, dict[str, Route]] = {
             query=dict.fromkeys(("limit", "before_id", "after_id"), str),  # Anthropic's
         )
     },
+    "/v1/models/{model}": {"GET": _shown(get_model, "A model", answer=models.ModelObject)},
     "/tokenizer_info": {
         "GET": _counted(show_tokenizer_info, Operation("Special tokens and the chat template", query={"model": str}))
     },
@@ -705,13 +733,19 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/drain": {
         "POST": _shown(drain, "End the process as SIGTERM does", Scope.ADMIN, answer=models.Draining, status=202)
     },
+    "/admin/models/{model}/load": _switch(True, "Load a model that is started on demand"),
+    "/admin/models/{model}/unload": _switch(False, "Unload it"),
+    **_of_requests("/admin/requests", Scope.ADMIN),
+    **_of_requests("/v1/requests", ASKS),
     **tenant_routes.ROUTES,
     **switches.ROUTES,
     **batch_routes.ROUTES,
     "/openapi.json": {"GET": _shown(show_openapi, "This document", None)},
     **{path: dashboard.ROUTES[path] for path in ("/docs", "/dashboard")},
 }
-_SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
+_SHOWN = [
+    path for path in ROUTES if not path.startswith("/admin") and "{" not in path
+]  # in the error for an unknown path
 _LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
 # Other names that routers ask for
 ROUTES |= {
@@ -732,55 +766,14 @@ ROUTES |= {
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items",
         "/v1/models",
+        "/v1/models/{model}",
         "/v1/embeddings",
         "/v1/rerank",
         "/v1/score",
     )
-}
-_MODEL = {"GET": _shown(get_model, "A model", answer=models.ModelObject)}
-_PROGRESS = Operation("A request's progress and timings", answer=ToldRequest)
-_RESUME = Operation("Resume its stream after Last-Event-ID", answer=None, events=dict[str, Any])
-_WHY = Operation("What made a request slow, by simulation", answer=Explanation)
-_CANCEL = Operation("Cancel a request", answer=models.Status)
-
-
-def _of_requests(start: str, scope: Scope) -> dict[str, dict[str, Route]]:
-    shown = partial(Route, scope=scope, needs_model=False)
-    return {
-        f"{start}/{{request_id}}": {
-            "GET": shown(show_request, operation=_PROGRESS),
-            "DELETE": Route(delete_request, scope, operation=_CANCEL),
-        },
-        f"{start}/{{request_id}}/stream": {"GET": shown(resume_stream, operation=_RESUME)},
-        f"{start}/{{request_id}}/why": {"GET": shown(show_why, operation=_WHY)},
-    }
-
-
-def _switch(is_load: bool, summary: str) -> dict[str, Route]:
-    operation = Operation(summary, answer=models.ModelState)
-    return {"POST": Route(partial(switch_model, is_load=is_load), Scope.ADMIN, operation=operation)}
-
-
-_STORED = {
-    "/responses/{response_id}": {
-        "GET": _shown(show_response, "A stored response", query={"stream": Literal["false"]}),
-        "DELETE": _shown(delete_response, "Delete a stored response", answer=Deleted),
-    },
-    "/responses/{response_id}/input_items": {"GET": _shown(list_input_items, "The items of its input", query=PAGE)},
-}
-# Of paths with a name in them, which is the handler's argument
-TEMPLATES: dict[str, dict[str, Route]] = {
-    "/v1/models/{model}": _MODEL,
-    "/models/{model}": _MODEL,
-    **{f"/v1{path}": methods for path, methods in _STORED.items()},
-    **batch_routes.TEMPLATES,
-    **tenant_routes.TEMPLATES,
-    **_of_requests("/admin/requests", Scope.ADMIN),
-    **_of_requests("/v1/requests", ASKS),
-    "/admin/models/{model}/load": _switch(True, "Load a model that is started on demand"),
-    "/admin/models/{model}/unload": _switch(False, "Unload it"),
-    **_STORED,
 }
 # A model's name may have slashes
 _PATTERNS = [
@@ -788,7 +781,8 @@ _PATTERNS = [
         re.compile(re.sub(r"\{(\w+)\}", lambda found: "(.+)" if found[1] == "model" else "([^/]+)", path), re.DOTALL),
         routes,
     )
-    for path, routes in TEMPLATES.items()
+    for path, routes in ROUTES.items()
+    if "{" in path
 ]
 
 
@@ -825,7 +819,7 @@ def _refusing(error: ServiceError) -> Handler:
 
 
 def _known_route(path: str, method: str) -> tuple[Route, str]:
-    methods, argument = ROUTES.get(path), ""
+    methods, argument = None if "{" in path else ROUTES.get(path), ""
     for pattern, candidates in _PATTERNS if methods is None else ():
         if (match := pattern.fullmatch(path)) is not None:
             methods, argument = candidates, unquote(match[1])

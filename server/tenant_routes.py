@@ -305,8 +305,6 @@ ROUTES = {
             query={"find": str, "after": str, "limit": Annotated[int, Meta(ge=1, le=MOST_LISTED)]},
         )
     },
-}
-TEMPLATES = {
     "/admin/keys/{prefix}": {"DELETE": _route(end_key, "Revoke a key", answer=ShownKey)},
     "/admin/tenants/{tenant}": {
         "PATCH": _route(

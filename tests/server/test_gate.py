@@ -22,7 +22,7 @@ from server.config_sources import load_config
 from server.gate.identity import Scope
 from server.listening.sockets import TcpAddress, UnixAddress
 from server.process import warn_of_models
-from server.routes import ROUTES, TEMPLATES
+from server.routes import ROUTES
 from tests.server.simulated_server import (
     MODEL,
     STREAM,
@@ -43,7 +43,7 @@ CLOCK = Clock(lambda: 0.0, lambda: 0.0)
 
 
 def all_routes() -> list[tuple[str, str, Route]]:
-    routes = (ROUTES | TEMPLATES).items()
+    routes = ROUTES.items()
     return [(re.sub(r"{\w+}", "x", path), *one) for path, methods in routes for one in methods.items()]
 
 

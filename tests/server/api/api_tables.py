@@ -7,7 +7,7 @@ from typing import Any
 
 from server.api.fields import StreamOptions
 from server.api.known_fields import GENERATION, KNOWN, Known, Name
-from server.routes import ROUTES, TEMPLATES
+from server.routes import ROUTES
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 BODIES: dict[Name, tuple[Any, ...]] = {}  # by surface: what is taken, a body's type or the names of a form's fields
@@ -44,7 +44,7 @@ def written(docs: str) -> str:
 
 
 def _routes() -> list[str]:
-    shown = ROUTES | TEMPLATES
+    shown = ROUTES
     surfaces = {path: name for name, paths in PATHS.items() for path in paths}
     rights = {
         path: {str(one.scope.value) if one.scope else "none" for one in route.values()} for path, route in shown.items()
