@@ -16,16 +16,16 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_635, 36),
+    "server": (14_550, 36),
     "server/api": (6260, 19),
     "server/batches": (945, 3),
     "server/commands": (2315, 13),
-    "server/gate": (2930, 9),
+    "server/gate": (2920, 9),
     "server/ledger": (2035, 7),
     "server/listening": (1235, 5),
-    "server/observing": (2640, 10),
+    "server/observing": (2635, 10),
     "server/upstream": (1675, 6),
-    "server/wire": (4855, 15),
+    "server/wire": (4835, 15),
     "core": (18_805, 46),
     "gpu": (13_050, 37),
     "gpu/cpu_kernels": (5775, 15),
@@ -33,7 +33,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (10_585, 39),
 }
-TEST_LINES = 74_425
+TEST_LINES = 74_410
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
