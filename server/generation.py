@@ -234,12 +234,11 @@ class Generation:
         # With the quota and the ledger
         self._allowance: Allowance | None = None  # where there is a quota
         self._entry: Entry | None = None  # where there is a ledger
-        self._is_written = False  # its end has been handed to the ledger
-        self._is_unsettled = False  # and could not be written
+        self._is_unsettled = False  # its end could not be written
         # What is due when: see _dues
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
-        self._num_pauses = 0  # by a slow reader, by an empty quota
-        self._pauses: dict[Cause, tuple[float, list[int]]] = {}  # since when, and the tokens that each handle had
+        # By a slow reader, by an empty quota: since when, and the tokens that each handle had
+        self._pauses: dict[Cause, tuple[float, list[int]]] = {}
         self._paused_since_s: float | None = None
         self._last_written_s = self._loop.time()  # when something other than text went out
         self._news_due_s = math.inf
@@ -269,7 +268,7 @@ class Generation:
 
     @property
     def is_paused(self) -> bool:
-        return self._num_pauses > 0
+        return bool(self._pauses)
 
     def shown(self) -> dict[str, Any]:
         """Where it stands, for operators, once it is prepared.
@@ -534,7 +533,7 @@ class Generation:
         if self._entry is not None:
             self._entry.compose = None
         if self.state is State.DONE:  # it waited for the ledger alone: correct the row that is being written
-            if self._entry is not None and self._is_written:
+            if self._entry is not None and self._entry.end is not None:
                 self._entry.retell(self._end())
             self._finish()
 
@@ -752,18 +751,16 @@ class Generation:
 
     def pause(self, cause: Cause = Cause.QUOTA_PAUSES) -> None:
         """Pause its sequences until each pause() has had a resume(). Inter-token deadlines do not count the pause."""
-        self._num_pauses += 1
         self._pauses[cause] = self._clock(), [handle.num_tokens for handle in self._handles]
-        if self._num_pauses == 1:
+        if len(self._pauses) == 1:
             self._paused_since_s = self._clock()
             for handle in self._handles:
                 handle.pause()
 
     def resume(self, cause: Cause = Cause.QUOTA_PAUSES) -> None:
-        self._num_pauses -= 1
         self._note_stall(cause, self._clock())
         del self._pauses[cause]
-        if self._num_pauses == 0:
+        if not self._pauses:
             self._discount_pause()
             for handle in self._handles:
                 handle.resume()
@@ -893,9 +890,8 @@ class Generation:
 
     def _settle_ledger(self) -> None:
         """Write its end to the ledger. Idempotent."""
-        if self._entry is not None and not self._is_written:
+        if self._entry is not None and self._entry.end is None:
             self._entry.settle(self._end(), partial(self._on_durable, Event.SETTLED))
-            self._is_written = True
 
     def _end(self) -> End:
         error, reason = self._error, ",".join(dict.fromkeys(self._reasons)) or None
