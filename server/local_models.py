@@ -114,10 +114,9 @@ class LocalModel:
     has_died_soon: bool = False
     killed_for: str = ""  # why this server, or the fork server's end, has killed it
     watch: asyncio.Task[None] | None = None
-    limit: asyncio.TimerHandle | None = None  # of what its process does: planning, loading or ending
     num_loads: int = 0
     num_failures: int = 0
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None  # until it sleeps, while awake; else until its process is late
 
     @property
     def name(self) -> str:
@@ -145,17 +144,20 @@ class LocalModel:
         return self.load_s or 0.0
 
     @property
-    def most_load_s(self) -> float:
-        """After which its process hangs."""
+    def most_s(self) -> float:
+        """That its process may take to plan, to load or to end; after that it hangs."""
+        if self.state is ModelState.ENDING:
+            return END_S
+        if self.is_asleep:
+            return math.inf if isinstance(self.config.model, HubId) else PLAN_LATE_S  # it may be fetched
         if self.load_s is None:
             return FIRST_LATE_S + self.needed_bytes / SLOWEST_READ
         return max(LEAST_LATE_S, NUM_LOADS_LATE * self.load_s)
 
     @property
-    def expires_s(self) -> float | None:
-        """When it sleeps if no request comes, on the loop's clock; None: never."""
-        due_s = max(self.used_s, self.turn_s) + self.keep_alive_s
-        return due_s if due_s < math.inf else None
+    def expires_s(self) -> float:
+        """When it sleeps if no request comes, on the loop's clock; inf: never."""
+        return max(self.used_s, self.turn_s) + self.keep_alive_s
 
     @property
     def needed_bytes(self) -> int:
@@ -314,12 +316,12 @@ class LocalModels:
             self.models[settings.name] = before.pop(settings.name)
             if known.settings.keep_alive != settings.keep_alive:
                 known.settings, known.keep_alive_s, known.stays = settings, keep_alive_s, keep_alive_s == math.inf
-                self._set_timer(known)
+                self._let_sleep(known)
         for model in before.values():
             model.keep_alive_s, model.stays, model.is_asked = 0.0, False, False
             if not model.is_asleep or model.requests or model.others:
                 self._gone.add(model)
-                self._set_timer(model)
+                self._let_sleep(model)
 
     @property
     def pools(self) -> list[LocalPool]:
@@ -433,20 +435,27 @@ class LocalModels:
     def on_used(self, model: LocalModel) -> None:
         """A request of it has begun or ended."""
         model.used_s = self._loop.time()
-        self._set_timer(model)
+        self._let_sleep(model)
         if self._wanted:
             Context().run(self._advance)
 
-    def _set_timer(self, model: LocalModel) -> None:
-        """Put it to sleep in keep_alive_s, if no request comes."""
+    def _let_sleep(self, model: LocalModel) -> None:
+        """In keep_alive_s, if it is awake and no request comes."""
+        if model.is_awake:
+            self._set_timer(model, math.inf if model.upstream.num_active else model.expires_s, self._end_idle)
+
+    def _clear_timer(self, model: LocalModel) -> None:
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
-        if model.is_awake and not model.upstream.num_active and model.expires_s is not None:
-            model.timer = Context().run(self._loop.call_at, model.expires_s, self._end_idle, model)
+
+    def _set_timer(self, model: LocalModel, due_s: float, call: Callable[[LocalModel], None]) -> None:
+        self._clear_timer(model)
+        if due_s < math.inf:
+            model.timer = Context().run(self._loop.call_at, due_s, call, model)
 
     def _end_idle(self, model: LocalModel) -> None:
-        if model.state is ModelState.AWAKE and not model.upstream.num_active:
+        if not model.upstream.num_active:
             is_gone = model in self._gone
             why = "its entry has changed or is gone" if is_gone else f"unused for {model.keep_alive_s:g} s"
             logger.info("the model %s %s: %s", model.name, "ends" if is_gone else "sleeps", why)
@@ -484,7 +493,7 @@ class LocalModels:
             elif model.plan is None:
                 if model.serial not in self._by_serial:
                     self._processes.plan(self._next_serial(model), model.config, self._bounds)
-                    self._set_limit(model, None if isinstance(model.config.model, HubId) else PLAN_LATE_S)
+                    self._set_limit(model)
             elif model.state is ModelState.ASLEEP and self._has_room(model, model.plan):
                 del self._wanted[model]
                 self._start(model)
@@ -531,7 +540,7 @@ class LocalModels:
         logger.info("loading the model %s: %s", model.name, format_size(model.needed_bytes))
         config = replace(model.config, kv_memory_bytes=model.plan.kv_bytes)
         self._processes.serve(self._next_serial(model), config)
-        self._set_limit(model, model.most_load_s)
+        self._set_limit(model)
 
     def _next_serial(self, model: LocalModel) -> int:
         self._serials += 1
@@ -544,22 +553,18 @@ class LocalModels:
         for connection in model.upstream.connections:
             connection.close()
         self._kill(model, signal.SIGTERM)
-        self._set_limit(model, END_S)
+        self._set_limit(model)
 
-    def _set_limit(self, model: LocalModel, limit_s: float | None) -> None:
-        """Let what its process begins now take so long; None: for ever, as does fetching it from a hub."""
-        if model.limit is not None:
-            model.limit.cancel()
-        model.limit = None
-        if limit_s is not None:
-            model.limit = Context().run(self._loop.call_later, limit_s, self._kill_late, model, limit_s)
+    def _set_limit(self, model: LocalModel) -> None:
+        """Kill its process if what it begins now takes too long."""
+        self._set_timer(model, self._loop.time() + model.most_s, self._kill_late)
 
-    def _kill_late(self, model: LocalModel, limit_s: float) -> None:
+    def _kill_late(self, model: LocalModel) -> None:
         if not self._processes.is_ready:  # it may compile kernels for minutes
-            self._set_limit(model, limit_s)
+            self._set_limit(model)
             return
         done = {ModelState.ASLEEP: "planned", ModelState.LOADING: "loaded"}.get(model.state, "ended")
-        model.killed_for = f"it hung, and was killed: it was not {done} after {limit_s:g} s"
+        model.killed_for = f"it hung, and was killed: it was not {done} after {model.most_s:g} s"
         if model.state is ModelState.ENDING:
             logger.error("the process of the model %s: %s", model.name, model.killed_for)
         elif model.state is ModelState.LOADING:
@@ -590,7 +595,7 @@ class LocalModels:
             self._on_stage(model, news)
             return
         del self._by_serial[news.serial]
-        self._set_limit(model, None)
+        self._clear_timer(model)
         if isinstance(news.told, Plan):
             model.plan = news.told
             self._bounds.setdefault(news.told.device, news.told.free_bytes)
@@ -626,11 +631,10 @@ class LocalModels:
         now_s = self._loop.time()
         model.state, model.turn_s, model.load_s = ModelState.AWAKE, now_s, now_s - model.begun_s
         model.failure, model.backoff_s = None, FIRST_BACKOFF_S
-        self._set_limit(model, None)
         logger.info("the model %s is loaded: %.1f s", model.name, model.load_s)
         self._processes.keep(model.config)
         self._wake(model, None)
-        self._set_timer(model)
+        self._let_sleep(model)
         model.watch = self._loop.create_task(self._watch(model), context=Context())
         self._advance()
 
@@ -715,9 +719,7 @@ class LocalModels:
         """End all processes, and wait for that."""
         self._is_closing = True
         for model in self._all:
-            for timer in (model.timer, model.limit):
-                if timer is not None:
-                    timer.cancel()
+            self._clear_timer(model)
             if model.state in (ModelState.AWAKE, ModelState.LOADING):
                 self._end(model)
         limit_s = END_S if self._processes.is_ready else 0.0  # none has begun

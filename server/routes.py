@@ -291,13 +291,13 @@ async def list_running(exchange: Exchange) -> None:
     server = exchange.server
     local = server.local_models
     unix_s = server.clock.unix() - server.clock.monotonic()
-    running: list[tuple[ServedModel, int, float | None]] = []
+    running: list[tuple[ServedModel, int, float]] = []
     for model in exchange.cards:
         found = None if local is None else local.find(model.name)
         if found is None:
-            running.append((model, 0, None))
+            running.append((model, 0, math.inf))
         elif found.is_awake:
-            running.append((model, found.needed_bytes, found.expires_s and found.expires_s + unix_s))
+            running.append((model, found.needed_bytes, found.expires_s + unix_s))
     exchange.send(ollama.running_reply(running, server.card))
 
 

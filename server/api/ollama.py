@@ -405,15 +405,15 @@ def tags_reply(models: Sequence[ServedModel], card: ServerCard) -> bytes:
 NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
 
-def running_reply(models: Sequence[tuple[ServedModel, int, float | None]], card: ServerCard) -> bytes:
+def running_reply(models: Sequence[tuple[ServedModel, int, float]], card: ServerCard) -> bytes:
     """
     Args:
         models: that are loaded, each with its size in bytes (0: not told), and when it is unloaded if nobody asks for
-            it (unix time; None: never).
+            it (unix time; inf: never).
     """
     lines = []
     for model, size, expires_s in models:
-        expires = _time(NEVER.timestamp() if expires_s is None else expires_s)
+        expires = _time(min(expires_s, NEVER.timestamp()))
         tag = _tag(model, card)
         more = {"expires_at": expires, "size_vram": 0, "context_length": model.max_model_len}
         lines.append(tag | more | {"size": size or tag["size"]})
