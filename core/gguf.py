@@ -23,6 +23,7 @@ MAX_METADATA = 2**16  # fields; real files have under 100
 MAX_TENSORS = 2**20
 MAX_ITEMS = 2**24  # of one array; the largest vocabulary known is 2**18
 MAX_NAME_BYTES = 2**16
+PLAIN_BYTES = 24  # of a list's texts, on average with their lengths: real ones have 15 to 20
 MAX_DIMENSIONS = 4
 TOKENIZER_PREFIX = "tokenizer."
 
@@ -225,7 +226,9 @@ class _Cursor:
         return found if is_kept else []
 
     def _texts(self, key: str, number: int, is_kept: bool) -> list[str]:
-        """text() inlined: a vocabulary and its merges are half a million strings."""
+        """A vocabulary and its merges are half a million strings."""
+        if (found := self._plain_texts(number, is_kept)) is not None:
+            return found
         content, position, found = self._content, self.position, []
         try:
             for _ in range(number):
@@ -241,6 +244,36 @@ class _Cursor:
             raise self.bad(f"it ends within {key}") from error
         self.position = position
         return found
+
+    def _plain_texts(self, number: int, is_kept: bool) -> list[str] | None:
+        """The texts that follow, all at once; None: they must be read one by one, as they are not all plain.
+
+        Plain texts have no NUL and under 64 KiB: six zeros tell where a length is.
+        """
+        content = np.frombuffer(self._content, np.uint8)[self.position :][: number * PLAIN_BYTES]
+        zeros = content == 0
+        for distance in (1, 2, 2):
+            zeros = zeros[:-distance] & zeros[distance:]  # two, four, six of them
+        places = np.flatnonzero(zeros) - 2
+        places = places[np.append(np.diff(places) > 1, True)[: len(places)]][:number]  # the last of places side by side
+        if len(places) < max(number, 1):
+            return None
+        low, high = (content[places + at].astype(np.int64) for at in range(2))
+        ends = places + _U64.size + low + 256 * high
+        if places[0] or (places[1:] != ends[:-1]).any() or ends[-1] > len(content):
+            return None
+        texts = [""]
+        if is_kept:
+            is_text = np.ones(ends[-1], np.bool_)
+            is_text[places[:, None] + np.arange(_U64.size - 1)] = False  # a length's last zero is before its text
+            try:
+                texts = content[: ends[-1]][is_text].tobytes().decode().split("\0")
+            except UnicodeDecodeError:
+                return None
+            if len(texts) != number + 1:
+                return None
+        self.position += int(ends[-1])
+        return texts[1:]
 
     def _scalars(self, key: str, value_type: int, number: int) -> list[Any]:
         code = _SCALARS.get(value_type)

@@ -14,11 +14,13 @@ import gguf
 import numpy as np
 import pytest
 import regex
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from core.config_json import parse_model_config
-from core.errors import ExitCode, StartupError, UnsupportedModel
-from core.gguf import parse_gguf
+from core.errors import BadCheckpoint, ExitCode, StartupError, UnsupportedModel
+from core.gguf import _Cursor, parse_gguf
 from core.tokenizer import Tokenizer as OwnTokenizer
 from server import gguf_tokenizer
 from server.model_files import parse_config, read_model_files
@@ -247,7 +249,8 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
     [
         ({"tokenizer.ggml.pre": "viking"}, r"pre-tokenizer 'viking' is not supported.*llama-bpe"),
         ({"tokenizer.ggml.model": "t5"}, r"tokenizer 't5' is not supported.*gpt2"),
-        ({"tokenizer.ggml.merges": ["a b c"]}, "merge 'a b c'"),
+        ({"tokenizer.ggml.merges": ["a b c"]}, "Token `b c` out of vocabulary"),
+        ({"tokenizer.ggml.merges": ["a"]}, "merge 'a' is not of two tokens"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' is there twice"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type"),
         ({"tokenizer.ggml.eos_token_id": 10_000}, "eos_token_id is 10000"),
@@ -429,3 +432,35 @@ def test_bytes_changed_anywhere_in_the_header_never_crash(
         file.write_bytes(changed)
         with contextlib.suppress(StartupError):  # and nothing else
             parse_config(file, read_model_files(file).config)
+
+
+LISTED = st.text(max_size=6) | st.sampled_from(["", "\0", "a\0\0\0\0\0\0\0b", "x" * 255, "\u00e9" * 128, "x" * 2**16])
+
+
+@given(st.lists(LISTED, max_size=12), st.integers(-3, 3), st.binary(max_size=9), st.booleans())
+def test_a_lists_texts_are_the_same_all_at_once_and_one_by_one(
+    texts: list[str], more: int, rest: bytes, is_kept: bool
+) -> None:
+    encoded = [text.encode() for text in texts]
+    content = b"skip" + b"".join(struct.pack("<Q", len(one)) + one for one in encoded) + rest
+
+    def read(is_plain: bool) -> tuple[object, int]:
+        cursor = _Cursor(memoryview(content), "a file")
+        cursor.position = 4
+        if not is_plain:
+            cursor._plain_texts = lambda number, is_kept: None  # type: ignore[method-assign]
+        try:
+            found: object = cursor._texts("a key", max(0, len(texts) + more), is_kept)
+        except BadCheckpoint as error:
+            return str(error), 0
+        return found, cursor.position
+
+    assert read(is_plain=True) == read(is_plain=False)
+
+
+def test_a_vocabularys_texts_are_read_all_at_once() -> None:
+    texts = [f"\u0120{index}" * (1 + index % 3) for index in range(1000)] + ["\u0120" * 128, "\u4f60\u597d"]
+    content = b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in texts) + bytes(20_000)
+    cursor = _Cursor(memoryview(content), "a file")
+    assert cursor._plain_texts(len(texts), is_kept=True) == texts
+    assert cursor.position == len(content) - 20_000
