@@ -4,12 +4,11 @@ One Detokenizer per sequence, one TokenTable per model. Thread: loop. It cuts st
 """
 
 import codecs
-from array import array
-from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from core.thoughts import ThoughtFollower
+from core.token_bytes import TokenBytes
 from core.types import FinishReason
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -17,24 +16,6 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 class PlainTexts(Protocol):
     def __getitem__(self, token_id: int, /) -> str | None: ...
-
-
-class TokenBytes(Sequence[bytes]):
-    """The bytes of each id, end to end: 150,000 objects and their texts take 20 MiB."""
-
-    def __init__(self, token_bytes: Collection[bytes]) -> None:
-        self.joined = b"".join(token_bytes)
-        self.starts = array("I", accumulate(map(len, token_bytes), initial=0))  # and the last one's end
-        self.known: list[bytes | None] = [None] * len(token_bytes)  # what tables have asked for: it is asked for again
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, token_id: int) -> bytes:  # type: ignore[override]
-        return self.joined[self.starts[token_id] : self.starts[token_id + 1]]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (self.joined[start:end] for start, end in pairwise(self.starts))
 
 
 class TokenTable:
@@ -47,7 +28,7 @@ class TokenTable:
     """
 
     def __init__(self, token_bytes: Collection[bytes], strip_start: int = 0, hidden: Collection[int] = ()) -> None:
-        self.token_bytes = token_bytes if isinstance(token_bytes, TokenBytes) else TokenBytes(token_bytes)
+        self.token_bytes = TokenBytes.of(token_bytes)
         self.strip_start, self._hidden = strip_start, frozenset(hidden)
         self.texts: list[str | None] = [None] * len(self.token_bytes)  # what text_of has returned
         self._parts, self._known = set[int](), self.token_bytes.known  # of characters; objects

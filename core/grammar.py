@@ -34,6 +34,7 @@ from core.constraints import (
     place_in,
 )
 from core.errors import InvalidRequest
+from core.token_bytes import TokenBytes
 
 JsonObject = Mapping[str, Any]
 Int32Array = npt.NDArray[np.int32]
@@ -87,15 +88,19 @@ class NumberBounds:
     """
 
     def __init__(self, token_bytes: Sequence[bytes], num_words: int) -> None:
-        self._token_bytes = token_bytes
-        self._letter = next((i for i, one in enumerate(token_bytes) if one == b"q"), None)  # never in a number
-        digits, tokens = np.zeros(num_words * 32, np.int32), [*token_bytes]
-        digits[: len(tokens)] = [len(one) - len(one.lstrip(_DIGITS)) for one in tokens]
-        self._with_digits = [_packed(digits <= most) for most in range(3)]  # at their beginning
+        self._token_bytes = tokens = TokenBytes.of(token_bytes)
+        self._letter = next((i for i, one in enumerate(tokens) if one == b"q"), None)  # never in a number
+        is_allowed = np.ones((3, num_words * 32), np.bool_)  # by the most digits that they may begin with
+        for token_id, one in tokens.beginning_with(_DIGITS).items():
+            is_allowed[: len(one) - len(one.lstrip(_DIGITS)), token_id] = False
+        self._with_digits = [_packed(bits) for bits in is_allowed]
+        large = {tokens.at(match.start()) for match in _TOO_LARGE.finditer(tokens.joined)}
+        large = {token_id for token_id in large if _TOO_LARGE.search(tokens[token_id])}
         self._finite = None
-        if _TOO_LARGE.search(b"\n".join(tokens)):
-            digits[: len(tokens)] = [_TOO_LARGE.search(one) is not None for one in tokens]
-            self._finite = _packed(digits == 0)
+        if large:
+            is_finite = np.ones(num_words * 32, np.bool_)
+            is_finite[[*large]] = False
+            self._finite = _packed(is_finite)
 
     def narrow(self, mask: Int32Array, token_ids: Sequence[int]) -> None:
         """mask: of the token behind these."""
@@ -303,11 +308,11 @@ class GrammarCompiler:
         self._num_words = -(-len(token_bytes) // 32)
         self._numbers = NumberBounds(token_bytes, self._num_words)
         self._alone = WeakSet[GrammarState]()
-        tokens = [*token_bytes]
-        self._longest = max(map(len, tokens))  # token's
-        self._punctuation = [i for i, one in enumerate(tokens) if len(one) == 1 and one in b'"{}[]:,']
+        tokens = TokenBytes.of(token_bytes)
+        self._longest = int(tokens.lengths.max())  # token's
+        self._punctuation = [i for i, one in tokens.beginning_with(b'"{}[]:,').items() if len(one) == 1]
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Tokenizer(tokens, special_ids, eos_ids[0], encode)),
+            TokenizerWrapper(_Tokenizer([*tokens], special_ids, eos_ids[0], encode)),
             len(token_bytes),
             list(eos_ids),
             [*slices],

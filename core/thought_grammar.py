@@ -16,6 +16,7 @@ import numpy as np
 
 from core.grammar import Grammar, GrammarState, Int32Array, allow, forbid
 from core.thoughts import ThoughtFollower, ThoughtStart, follower
+from core.token_bytes import TokenBytes
 from core.tool_formats import HARMONY, THOUGHTS
 
 MOST_BREAKS = 2  # line breaks between a thought and an answer that a grammar holds: models were trained to write them
@@ -25,7 +26,7 @@ _FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
 class ThoughtVocabulary:
-    """What a model's thoughts begin and end with, as tokens. Made once; it looks at every token.
+    """What a model's thoughts begin and end with, as tokens. Made once.
 
     Args:
         name: of THOUGHTS, or HARMONY.
@@ -38,7 +39,7 @@ class ThoughtVocabulary:
         self, name: str, token_bytes: Sequence[bytes], encode: Callable[[str], Sequence[int]], eos_ids: Sequence[int]
     ) -> None:
         self.name = name
-        self.token_bytes = token_bytes
+        self.token_bytes = tokens = TokenBytes.of(token_bytes)
         self.encode = encode
         self.eos_ids = tuple(eos_ids)
         self.is_harmony = name == HARMONY
@@ -49,13 +50,15 @@ class ThoughtVocabulary:
         self.analysis_parts: list[int] = []  # tokens that begin the name of Harmony's channel of thoughts
         if self.is_harmony:
             parts = [b"analysis"[:num] for num in range(1, 9)]
-            self.analysis_parts = [token_id for token_id, data in enumerate(token_bytes) if data in parts]
+            self.analysis_parts = [token_id for token_id, data in tokens.beginning_with(b"a").items() if data in parts]
             return
         self.begin, self.end = THOUGHTS[name].begin.encode(), THOUGHTS[name].end.encode()
         ends = b"|".join(re.escape(self.end[at:]) for at in range(len(self.end)))
         overrun = re.compile(b"(?:%b)\n*[^\n]|.*%b\n*[^\n]" % (ends, re.escape(self.end)), re.DOTALL)
-        for token_id, data in enumerate(token_bytes):
-            if data and data in self.begin:
+        found = tokens.beginning_with(self.begin + self.end + b"\n")
+        found |= {token_id: tokens[token_id] for token_id in tokens.containing(self.end)}
+        for token_id, data in sorted(found.items()):
+            if data in self.begin:
                 self.begin_parts.append((token_id, data))
             if overrun.match(data):
                 self.overruns.append((token_id, data))

@@ -6,21 +6,23 @@ Thread: loop; `encode` of long texts may be offloaded, and may run in several th
 import itertools
 import json
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
 
-from core.detokenizer import TokenBytes, TokenTable
+from core.detokenizer import TokenTable
 from core.errors import InvalidRequest
 from core.marked_text import MarkedText, Origin
 from core.repetition import MOST_TAIL, Breakers
+from core.token_bytes import TokenBytes
 
 # A longer piece is cut before BPE: merging takes O(n log n) time and memory in the piece's length, and a run of one
 # class of characters is one piece, however long. No piece of a real text is near it.
@@ -33,8 +35,9 @@ _METASPACE_PIECE = "(?m:.{1,%d}_{0,%d}[^_]{0,%d})".replace("_", METASPACE) % (
     MAX_PIECE_CHARS // 4,
     MAX_PIECE_CHARS // 4,
 )
+_DIGITS = "0123456789abcdefABCDEF"
 _SUPPORTED = "only ByteLevel, and SentencePiece's Replace/Metaspace, ByteFallback, Fuse and Strip are"
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKENS = {f"<0x{first}{last}>": bytes.fromhex(first + last) for first in _DIGITS for last in _DIGITS}
 # Added tokens that are not special are control tokens if a template writes them and they look like markup (`<think>`),
 # or if they have the usual form (`<|file_sep|>`); words, and Gemma's white space and HTML, are not
 _MARKUP = re.compile(r"(?=.*\w)[^\w\s].*[^\w\s]", re.DOTALL)
@@ -103,17 +106,22 @@ class Tokenizer:
         _cut_long_pieces(backend)
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        texts = {token_id: token for token, token_id in backend.get_vocab(with_added_tokens=True).items()}
-        texts |= {token_id: token.content for token_id, token in added.items()}
-        self.vocab_size = max(texts, default=-1) + 1  # ids are below it; the logits may be wider
+        vocab: Mapping[str, int] = (
+            tokenizer_json["model"]["vocab"] if isinstance(tokenizer_json, Mapping) else backend.get_vocab(True)
+        )
+        self.vocab_size = max([*vocab.values(), *added], default=-1) + 1  # the logits may be wider
+        texts = [""] * self.vocab_size
+        for token, token_id in vocab.items():
+            texts[token_id] = token
+        for token_id, named in added.items():
+            texts[token_id] = named.content
         self._num_computable = (
             num_embeddings if num_embeddings is not None and num_embeddings < self.vocab_size else None
         )
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_id = self.id_of(self.special_tokens.get("bos_token"))
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
-        all_bytes = [to_bytes(texts.get(token_id, "")) for token_id in range(self.vocab_size)]
-        self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
+        self.full_table = TokenTable(to_bytes(texts), strip_start)  # special tokens by name
         self.table = TokenTable(self.full_table.token_bytes, strip_start, self.special_ids)  # for answers
         self._breakers: dict[tuple[str, ...], Breakers] = {}
         self._tables = {frozenset[str](): self.table}
@@ -213,7 +221,7 @@ class Tokenizer:
         alone: set[int] = set()
         tails: dict[int, tuple[tuple[int, ...], ...]] = {}
         for string in strings:
-            alone.update(self._token_texts.containing(string.encode()))
+            alone.update(self.full_table.token_bytes.containing(string.encode()))
             for end in range(1, len(string)):
                 tail = tuple(self.encode(string[end:], add_special_tokens=False)[:MOST_TAIL])
                 for token_id in self._token_texts.ending_with(string[:end].encode()):
@@ -369,20 +377,10 @@ class ControlToken(NamedTuple):
 
 
 class _TokenTexts:
-    """Finds tokens by what their text has in it."""
+    """Finds tokens by the end of their text."""
 
     def __init__(self, texts: TokenBytes) -> None:
-        self._all, self._starts = texts.joined, texts.starts
         self._reversed = sorted((text[::-1], token_id) for token_id, text in enumerate(texts))
-
-    def containing(self, part: bytes) -> Iterator[int]:
-        place = self._all.find(part)
-        while place >= 0:
-            token_id = bisect_right(self._starts, place) - 1
-            end = self._starts[token_id + 1]
-            if is_inside := place + len(part) <= end:
-                yield token_id
-            place = self._all.find(part, end if is_inside else place + 1)
 
     def ending_with(self, part: bytes) -> Iterator[int]:
         wanted = part[::-1]
@@ -687,14 +685,14 @@ def _flatten(fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for inner in parts for part in _flatten(inner)]
 
 
-def _read_decoder(parts: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], int]:
-    """How a token's string becomes bytes, and how many leading spaces of a text the tokenizer has added."""
+def _read_decoder(parts: list[dict[str, Any]]) -> tuple[Callable[[list[str]], TokenBytes], int]:
+    """How tokens' strings become bytes, and how many leading spaces of a text the tokenizer has added."""
     types = [part["type"] for part in parts]
     if types == ["ByteLevel"]:
         return _byte_level_bytes, 0
     if types == ["WordPiece"]:
         prefix = parts[0].get("prefix", "##")
-        return (lambda token: (token[len(prefix) :] if token.startswith(prefix) else f" {token}").encode()), 1
+        return partial(_word_piece_bytes, prefix), 1
     if not {"Replace", "Metaspace"} & set(types):
         raise UnsupportedTokenizer(f"decoder {' + '.join(types) or 'null'} is not supported: {_SUPPORTED}")
     strip_start = 0
@@ -713,33 +711,45 @@ def _read_decoder(parts: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], 
     return (_sentencepiece_bytes if "ByteFallback" in types else _metaspace_bytes), strip_start
 
 
-def _metaspace_bytes(token: str) -> bytes:
-    return token.replace(METASPACE, " ").encode()
+def _word_piece_bytes(prefix: str, tokens: list[str]) -> TokenBytes:
+    texts = (token[len(prefix) :] if token.startswith(prefix) else f" {token}" for token in tokens)
+    return TokenBytes.of([text.encode() for text in texts])
 
 
-def _sentencepiece_bytes(token: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(match[1], 16)]) if match else _metaspace_bytes(token)
+def _metaspace_bytes(tokens: list[str]) -> TokenBytes:
+    return TokenBytes.of([token.replace(METASPACE, " ").encode() for token in tokens])
 
 
-_NO_BYTE = "\N{REPLACEMENT CHARACTER}"
+def _sentencepiece_bytes(tokens: list[str]) -> TokenBytes:
+    bytes_of = _BYTE_TOKENS.get
+    return TokenBytes.of([bytes_of(token) or token.replace(METASPACE, " ").encode() for token in tokens])
 
 
-def _bytes_of_characters() -> dict[int, int | str]:
+_NO_BYTE = 256
+
+
+def _bytes_of_characters() -> npt.NDArray[np.uint16]:
     """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 onwards, in order.
 
-    As str.translate takes it: these have no meaning as what they are.
+    The last one is for all other characters: these have no meaning.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
-    return dict.fromkeys(others, _NO_BYTE) | {256 + n: value for n, value in enumerate(others)}
+    found = np.full(256 + len(others) + 1, _NO_BYTE, np.uint16)
+    found[printable], found[256:-1] = printable, others
+    return found
 
 
 _BYTES_OF_CHARACTERS = _bytes_of_characters()
 
 
-def _byte_level_bytes(token: str) -> bytes:
-    try:
-        return token.translate(_BYTES_OF_CHARACTERS).encode("latin-1")
-    except UnicodeEncodeError:  # an added token, written as it is
-        return token.encode()
+def _byte_level_bytes(tokens: list[str]) -> TokenBytes:
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    characters = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32)
+    numbers = _BYTES_OF_CHARACTERS[np.minimum(characters, len(_BYTES_OF_CHARACTERS) - 1)]
+    found = TokenBytes(numbers.astype(np.uint8).tobytes(), lengths.tolist())
+    foreign = np.searchsorted(np.cumsum(lengths), np.flatnonzero(numbers == _NO_BYTE), "right")
+    if len(foreign):  # of added tokens, which are written as they are
+        written = {token_id: tokens[token_id].encode() for token_id in foreign.tolist()}
+        found = TokenBytes.of([written.get(token_id, data) for token_id, data in enumerate(found)])
+    return found

@@ -27,9 +27,9 @@ from typing import IO
 import msgspec
 
 from core.constraints import GrammarSpec
-from core.detokenizer import TokenBytes
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import SLICES, Grammar, GrammarCompiler, Vocabulary
+from core.token_bytes import TokenBytes
 from server.gate.turns import TenantTurns
 from server.own_processes import start_module
 
@@ -246,7 +246,7 @@ def _end_all(workers: set[_Worker], files: list[IO[bytes]]) -> None:
 def _serve(vocabulary_file: int, most_tokens: int | None, line: "Connection[bytes, bytes]") -> None:
     data = os.pread(vocabulary_file, os.fstat(vocabulary_file).st_size, 0)  # its offset is that of all
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
-    vocabulary = msgspec.structs.replace(vocabulary, token_bytes=TokenBytes(vocabulary.token_bytes))
+    vocabulary = msgspec.structs.replace(vocabulary, token_bytes=TokenBytes.of(vocabulary.token_bytes))
     del data
     by_bytes = {one: token_id for token_id, one in enumerate(vocabulary.token_bytes) if len(one) == 1}
     compiler = GrammarCompiler(

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from core.detokenizer import Detokenizer
 from core.errors import InvalidRequest
+from core.token_bytes import TokenBytes
 from core.tokenizer import MAX_PIECE_CHARS, Tokenizer, UnsupportedTokenizer
 from server.loaded_engine import compiler_of
 from tests.core import small_tokenizers
@@ -271,3 +272,12 @@ def test_word_pieces_are_told_as_text_and_pairs_are_cut_at_the_longer_one() -> N
         if most >= 2 * num_first + 3:
             assert cut[:second_from] == whole[:second_from]
             assert at == second_from
+
+
+@given(st.lists(st.binary(max_size=4), min_size=1, max_size=12), st.binary(min_size=1, max_size=3))
+def test_tokens_are_found_by_their_bytes(tokens: list[bytes], part: bytes) -> None:
+    found = TokenBytes.of(tokens)
+    assert [*found] == tokens
+    assert found.lengths.tolist() == [*map(len, tokens)]
+    assert [*found.containing(part)] == [i for i, one in enumerate(tokens) if part in one]
+    assert found.beginning_with(part) == {i: one for i, one in enumerate(tokens) if one and one[0] in part}
