@@ -5,6 +5,7 @@ Source: llama.cpp, src/llama-vocab.cpp (names of pre-tokenizers, defaults); the 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress, repeat
 from typing import Any, TypeGuard, TypeVar
 
 from core.errors import BadCheckpoint, UnsupportedModel
@@ -14,6 +15,7 @@ Item = TypeVar("Item")
 
 # Token types: gguf.md, tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_ADDED = {CONTROL, USER_DEFINED, UNKNOWN}
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END_KEYS = ("eos", "eot", "eom")
 # Control tokens that always end a turn: llama.cpp's special_eog_ids
@@ -129,11 +131,12 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[dict[
         UnsupportedModel: the tokenizer or its pre-tokenizer is not supported.
         BadCheckpoint: its parts are missing or contradict each other.
     """
-    tokens, types = _vocabulary(metadata, vocab_size)
+    ids, types = _vocabulary(metadata, vocab_size)
+    tokens = list(ids)
     match metadata.get("tokenizer.ggml.model"):
         case "gpt2":
             pre = _pre_tokenizer(metadata)
-            content = _byte_level(metadata, tokens, types, pre)
+            content = _byte_level(metadata, ids, types, pre)
             add_bos = pre in _KEEPS_WHOLE
         case "llama" | "gemma4":
             content = _sentencepiece(metadata, tokens, types)
@@ -158,13 +161,10 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     types = metadata.get("tokenizer.ggml.token_type", [])
     named = [_named_id(metadata, key, len(tokens)) for key in _END_KEYS]
-    by_name = [
-        token_id
-        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == CONTROL and token in _END_TOKENS
-    ]
-    if set(tokens) >= _HARMONY_ENDS:
-        by_name = [token_id for token_id in by_name if tokens[token_id] != "<|end|>"]
+    ends = _END_TOKENS.intersection(tokens)
+    if ends >= _HARMONY_ENDS:
+        ends -= {"<|end|>"}
+    by_name = [token_id for token_id in sorted(map(tokens.index, ends)) if types[token_id : token_id + 1] == [CONTROL]]
     return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
 
 
@@ -177,7 +177,8 @@ def _named_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | 
     return token_id
 
 
-def _vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+def _vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> tuple[dict[str, int], list[int]]:
+    """The tokens with their ids, in order, and each one's type."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not _is_list_of(tokens, str) or not tokens:
         raise _bad_tokenizer("tokenizer.ggml.tokens is not a list of texts")
@@ -186,10 +187,11 @@ def _vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str]
         raise _bad_tokenizer("tokenizer.ggml.token_type does not give each token's")
     if len(tokens) > vocab_size:
         raise _bad_tokenizer(f"it has {len(tokens)} tokens, the embedding {vocab_size} rows")
-    if len(set(tokens)) != len(tokens):
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(ids) != len(tokens):
         twice = next(token for token, number in Counter(tokens).items() if number > 1)
         raise _bad_tokenizer(f"the token {twice!r} is there twice")
-    return tokens, types
+    return ids, types
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
@@ -204,9 +206,11 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
     return str(known)
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], pre: str) -> dict[str, Any]:
+def _byte_level(metadata: Mapping[str, Any], ids: dict[str, int], types: Sequence[int], pre: str) -> dict[str, Any]:
     """A byte-level BPE, as GPT-2's. Unused tokens (padding of the vocabulary) are left out."""
-    vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != UNUSED}
+    vocab = ids
+    if UNUSED in types:
+        vocab = {token: token_id for token, token_id in ids.items() if types[token_id] != UNUSED}
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in PRE_TOKENIZERS[pre]
@@ -214,7 +218,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
-        "added_tokens": _added_tokens(vocab, types),
+        "added_tokens": _added_tokens([*ids], types),
         "normalizer": {"type": "NFC"} if pre in _NORMALIZES else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "post_processor": None,
@@ -222,22 +226,26 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": _stored_merges(metadata, vocab),
+            "merges": _stored_merges(metadata),
             "ignore_merges": pre in _KEEPS_WHOLE,
         },
     }
 
 
-def _stored_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+def _stored_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The library refuses those that are not of two tokens to a third."""
     merges = metadata.get("tokenizer.ggml.merges")
     if not _is_list_of(merges, str):
         raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
-    spaces = [merge.find(" ", 1) for merge in merges]
-    pairs = [(merge[:space], merge[space + 1 :]) for merge, space in zip(merges, spaces, strict=True)]
-    for (left, right), space in zip(pairs, spaces, strict=True):
-        if space < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-            merge = right if space < 0 else f"{left} {right}"
-            raise _bad_tokenizer(f"the merge {merge!r} is not of two tokens to a third")
+    text = "\n".join(merges)
+    parts = text.replace(" ", "\n").split("\n")
+    pairs = [*zip(parts[::2], parts[1::2], strict=False)]
+    num_spaces, have_space = text.count(" "), map(str.__contains__, merges, repeat(" "))
+    if len(parts) != 2 * len(merges) or num_spaces != len(merges) or not all(have_space):  # in tokens, or line breaks
+        spaces = [merge.find(" ", 1) for merge in merges]
+        pairs = [(merge[:space], merge[space + 1 :]) for merge, space in zip(merges, spaces, strict=True)]
+        if -1 in spaces:
+            raise _bad_tokenizer(f"the merge {merges[spaces.index(-1)]!r} is not of two tokens")
     return pairs
 
 
@@ -256,7 +264,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
     return {
         "version": "1.0",
-        "added_tokens": _added_tokens(vocab, types),
+        "added_tokens": _added_tokens(pieces, types),
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
         "pre_tokenizer": None,
         "post_processor": None,
@@ -274,7 +282,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
 
 def _merges_of(metadata: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
     if metadata.get("tokenizer.ggml.model") == "gemma4":
-        return _stored_merges(metadata, vocab)
+        return _stored_merges(metadata)
     scores = metadata.get("tokenizer.ggml.scores")
     if not _is_list_of(scores, float) or len(scores) != len(vocab):
         raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
@@ -296,13 +304,12 @@ def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> l
     return [(left, right) for _, left, right in found]
 
 
-def _added_tokens(vocab: Mapping[str, int], types: Sequence[int]) -> list[dict[str, Any]]:
+def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     """Tokens that are searched for in the text before it is split."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": token_id, "content": token, **plain, "special": types[token_id] != USER_DEFINED}
-        for token, token_id in vocab.items()
-        if types[token_id] in (CONTROL, USER_DEFINED, UNKNOWN)
+        {"id": token_id, "content": tokens[token_id], **plain, "special": kind != USER_DEFINED}
+        for token_id, kind in compress(enumerate(types), map(_ADDED.__contains__, types))
     ]
 
 
