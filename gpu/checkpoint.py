@@ -140,14 +140,17 @@ class Checkpoint:
         return sizes.most_common(1)[0][0] if sizes else "nothing"
 
 
-def sampled_digest(checkpoint: Checkpoint) -> str:
+def sampled_digest(path: Path, packing: PackedConfig | Fp8Config | None = None) -> str:
     """Of the weights: of each file's size, and of what is at up to DIGEST_SPOTS places of it, a megabyte in all.
 
     Another model, another training of it, another rounding have another one; an edit of a few numbers may not.
+
+    Args, Raises: as open_checkpoint.
     """
-    found = hashlib.sha256()
-    headers = checkpoint.tensors.values()
-    files = {header.file for header in headers} | {part.file for header in headers for part in header.parts.values()}
+    found, files = hashlib.sha256(), {path}
+    if path.is_dir():
+        headers = open_checkpoint(path, packing).tensors.values()
+        files = {part.file for header in headers for part in (header, *header.parts.values())}
     for path in sorted(files):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

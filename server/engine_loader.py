@@ -252,7 +252,7 @@ def _facts(
     runner: "ModelRunner | ParallelRunner | EncoderRunner",
     has_mtp: bool,
 ) -> EngineFacts:
-    from gpu.checkpoint import open_checkpoint, sampled_digest
+    from gpu.checkpoint import sampled_digest
     from gpu.device import arithmetic_of
 
     memory, engine = runner.memory, config.to_engine_config()
@@ -268,7 +268,7 @@ def _facts(
         context_origin=config.context_origin,
         limits=runner.limits,
         tasks=tasks_of(files.pooling),
-        model_digest=sampled_digest(open_checkpoint(files.path, packing)),
+        model_digest=sampled_digest(files.path, packing),
         settings=(arithmetic_of(memory.device.device), *(getattr(engine, name) for name in CHANGE_TOKENS)),
         weights_bytes=memory.weights_bytes,
         quantization=_quantization_of(model, config, memory.device),
