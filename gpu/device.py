@@ -21,12 +21,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch._prims.rng_prims  # without which torch.Generator() fails: a module that gpu/__init__.py puts off has it
 from torch import Tensor
 
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
+from gpu import PUTS_OFF
 from gpu.host_memory import MADV_HUGEPAGE, PAGE_BYTES, host_bytes, host_room_bytes
+
+if PUTS_OFF:  # a module that is put off imports torch._prims, which does this, and takes 0.1 s
+    torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Instructions that multiply bf16 natively: without them bf16 is slower than float32.
