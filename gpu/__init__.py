@@ -8,6 +8,8 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 # libgomp: threads that wait in a spin take the core from the event loop. A linear went from 1,902 to 395 µs with the
@@ -34,6 +36,19 @@ PUTS_OFF = version("torch") == "2.13.0+cpu"
 if PUTS_OFF and "torch" not in sys.modules:
     for _name in ("torch._meta_registrations", "torch.export", "torch.distributions"):
         sys.modules[_name] = _Later(_name)
+
+
+def load_library() -> None:
+    """Load torch's largest library without the GIL, which an import holds. Any thread, before torch is imported.
+
+    Its initialisers know nothing of Python. A library that cannot be loaded is told by the import.
+    """
+    found = find_spec("torch")
+    if PUTS_OFF and "torch" not in sys.modules and found is not None and found.origin is not None:
+        load = ctypes.CDLL(None).dlopen
+        load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+        load(os.fsencode(Path(found.origin).parent / "lib" / "libtorch_cpu.so"), os.RTLD_NOW)
+
 
 _M_ARENA_MAX = -8  # mallopt(3), malloc.h
 

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
@@ -174,7 +174,7 @@ def _reading_ahead(config: ServerConfig, path: Path) -> AbstractContextManager[m
     from gpu.host_memory import reading_ahead
 
     if not (is_gguf(path) and path.is_file()):
-        return nullcontext()
+        return reading_ahead(None, gets_memory=False)
     has_gpu = config.device == "auto" and any(map(os.path.exists, GPU_FILES))
     is_alone = config.draft is None and config.quantize is None and config.tensor_parallel == 1
     return reading_ahead(path, gets_memory=is_alone and not has_gpu and config.device != "cuda")

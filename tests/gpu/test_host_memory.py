@@ -3,6 +3,7 @@
 import mmap
 import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu import host_memory
+from gpu import PUTS_OFF, host_memory
 from gpu.device import LEAST_BYTES, HugePages
 from gpu.host_memory import PAGE_BYTES, host_room_bytes, reading_ahead
 
@@ -72,6 +73,24 @@ def test_a_file_has_memory_where_twice_as_much_is_free(file: Path, monkeypatch: 
             assert (memory is not None) == is_given
             assert memory is None or len(memory) >= size_bytes + PAGE_BYTES
         assert host_memory._populated_bytes == 0
+
+
+READ_AHEAD = """
+import sys
+from pathlib import Path
+from gpu.host_memory import reading_ahead
+with reading_ahead(None, gets_memory=False):
+    pass
+print("torch" in sys.modules, "libtorch_cpu.so" in Path("/proc/self/maps").read_text())
+import gpu.device, torch
+print(torch.rand(1, generator=torch.Generator().manual_seed(0)).item() < 1)
+"""
+
+
+@pytest.mark.skipif(not PUTS_OFF, reason="another build of torch")
+def test_torchs_library_is_loaded_before_torch_is_imported() -> None:
+    found = subprocess.run([sys.executable, "-c", READ_AHEAD], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["False", "True", "True"]
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
