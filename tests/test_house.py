@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_550, 36),
+    "server": (14_555, 36),
     "server/api": (6260, 19),
     "server/batches": (945, 3),
     "server/commands": (2315, 13),
@@ -26,14 +26,14 @@ BUDGETS = {
     "server/observing": (2635, 10),
     "server/upstream": (1675, 6),
     "server/wire": (4835, 15),
-    "core": (18_805, 46),
-    "gpu": (13_050, 37),
+    "core": (18_900, 47),
+    "gpu": (13_085, 37),
     "gpu/cpu_kernels": (5775, 15),
     "gpu/kernels": (3365, 8),
     "gpu/parallel": (765, 5),
     "bench": (10_585, 39),
 }
-TEST_LINES = 74_410
+TEST_LINES = 74_475
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
