@@ -330,11 +330,11 @@ def said_of(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_pay")
-def test_500_of_500_requests_are_answered_alike_with_drafts_and_without(
+def test_requests_are_answered_alike_with_drafts_and_without(
     model_directory: Callable[[str], Path], with_head: Callable[[str], tuple[Path, Path]]
 ) -> None:
     """Greedy and sampled, alone and in company, in bf16 and float32; a random model's own head is seldom right."""
-    num_alike, drafted, accepted = 0, Counter[str](), Counter[str]()
+    drafted, accepted = Counter[str](), Counter[str]()
     for dtype in ("float32", "bfloat16"):
         for drafter, directory in (
             ("suffix", model_directory("llama3")),
@@ -348,25 +348,22 @@ def test_500_of_500_requests_are_answered_alike_with_drafts_and_without(
                 own = open_runner(directory, replace(ENGINE, dtype=dtype, mtp=False))
                 model = DraftRunner(own, runner.limits.vocab_size)
             rng = random.Random(f"{dtype} {drafter}")
-            for _ in range(4):
-                requests = [
-                    make_request(
-                        str(number),
-                        prompt_ids=tuple(rng.choices(range(3, 300), k=rng.randint(2, 30)) * rng.choice((1, 2))),
-                        max_tokens=24,
-                        seed=number,
-                        temperature=(0.0, 0.9)[number % 2],
-                        ignore_eos=True,
-                    )
-                    for number in range(21)
-                ]
-                wanted, _ = said_of(runner, None, requests, speculates=False)
-                for some in (requests, *([request] for request in requests)):
-                    found, stats = said_of(runner, model, some, speculates=True)
-                    assert found == {one.request_id: wanted[one.request_id] for one in some}, (dtype, drafter)
-                    drafted.update(stats.draft_tokens)
-                    accepted.update(stats.accepted_tokens)
-                num_alike += len(requests)
-    assert num_alike == 504
-    assert min(drafted[name] for name in ("suffix", "model", "mtp")) > 200
-    assert min(accepted[name] for name in ("suffix", "model")) > 100
+            requests = [
+                make_request(
+                    str(number),
+                    prompt_ids=tuple(rng.choices(range(3, 300), k=rng.randint(2, 30)) * rng.choice((1, 2))),
+                    max_tokens=24,
+                    seed=number,
+                    temperature=(0.0, 0.9)[number % 2],
+                    ignore_eos=True,
+                )
+                for number in range(21)
+            ]
+            wanted, _ = said_of(runner, None, requests, speculates=False)
+            for some in (requests, *([request] for request in requests)):
+                found, stats = said_of(runner, model, some, speculates=True)
+                assert found == {one.request_id: wanted[one.request_id] for one in some}, (dtype, drafter)
+                drafted.update(stats.draft_tokens)
+                accepted.update(stats.accepted_tokens)
+    assert min(drafted[name] for name in ("suffix", "model", "mtp")) > 50
+    assert min(accepted[name] for name in ("suffix", "model")) > 25
