@@ -15,8 +15,8 @@ from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import ask, post_bytes
 from tests.e2e.server_process import GAUGES, ServerProcess, ready_server
 
-NUM_CANCELS = 300
-NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE_KILL = 16, 120, 40
+NUM_CANCELS = 100
+NUM_CLIENTS, NUM_REQUESTS, NUM_BEFORE_KILL = 16, 60, 20
 
 
 class Told(NamedTuple):

@@ -278,8 +278,8 @@ def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_swaps_leak_nothing_and_lose_nothing(tmp_path: Path) -> None:
-    swap(tmp_path, 20)
+def test_swaps_leak_nothing_and_lose_nothing(tmp_path: Path) -> None:
+    swap(tmp_path, 7)
 
 
 def swap(directory: Path, num_swaps: int) -> None:
