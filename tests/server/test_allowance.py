@@ -462,12 +462,9 @@ class Crowd:
                 self.server.step()
 
 
-@pytest.mark.parametrize(
-    ("seed", "num_requests"), [(0, 300), pytest.param(1, 5_000, marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_a_crowd_is_billed_what_it_was_served_to_the_token(seed: int, num_requests: int) -> None:
-    crowd = Crowd(seed)
-    crowd.run(num_requests)
+def test_a_crowd_is_billed_what_it_was_served_to_the_token() -> None:
+    crowd = Crowd(seed=1)
+    crowd.run(1_200)
     crowd.server.close()
     metrics = crowd.server.metrics
     assert day_used(crowd.server) == metrics.num_prompt_tokens + metrics.num_generation_tokens > 1_000

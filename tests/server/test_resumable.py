@@ -100,9 +100,9 @@ def test_a_client_that_comes_back_has_every_event_once(fields: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_a_thousand_random_cuts_lose_and_double_nothing() -> None:
+def test_hundreds_of_random_cuts_lose_and_double_nothing() -> None:
     expected, num_cuts, seeds = whole_stream(), 0, itertools.count(1000)
-    while num_cuts < 1000:
+    while num_cuts < 300:
         with keeping() as server:
             events, more = read_in_pieces(server, random.Random(next(seeds)), most_pauses=100)
             assert [one.partition(b"\n")[2] for one in events] == expected
