@@ -64,8 +64,11 @@ def says(runner: ModelRunner, adapter: Any = None, num_tokens: int = 8) -> tuple
     return sequence.output_ids, torch.tensor([[logprob for _, logprob in entry.top] for entry in entries])
 
 
-@pytest.mark.parametrize("settings", [{"lora_alpha": 8}, PATTERNS], ids=["plain", "patterns"])
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "phi3", "glm4", *TARGETS])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama3", {"lora_alpha": 8}), *((name, PATTERNS) for name in ("llama3", "gemma2", "phi3", "glm4", *TARGETS))],
+    ids=lambda value: value if isinstance(value, str) else "patterns" if value is PATTERNS else "plain",
+)
 def test_an_adapter_adds_what_merged_weights_have(
     family: str, settings: dict[str, Any], model_directory: MODELS, tmp_path: Path
 ) -> None:
@@ -112,9 +115,7 @@ def test_sixteen_mixed_say_what_each_says_alone(
         assert len({tuple(ids) for ids, _ in alone}) == 17, "each adapter has something else to say"
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama3", "float32"), ("llama3", "bfloat16"), ("falcon_h1", "bfloat16")]
-)
+@pytest.mark.parametrize(("family", "dtype"), [("llama3", "float32"), ("falcon_h1", "bfloat16")])
 def test_histories_say_what_each_request_says_alone(
     family: str, dtype: str, model_directory: MODELS, tmp_path: Path
 ) -> None:
@@ -123,7 +124,7 @@ def test_histories_say_what_each_request_says_alone(
     runner = open_runner(model, dataclasses.replace(LORAS, dtype=dtype))
     loaded = [runner.load_adapter(save_adapter(tmp_path / str(i), model, seed=i, size=0.4)) for i in range(3)]
     num_accepted = num_preempted = num_hits = 0
-    for seed in range(3):
+    for seed in range(2):
         rng = random.Random(seed)
         drawn = draw_workload(rng)
         requests = [

@@ -115,7 +115,7 @@ def opened(directory: Path, dtype: str, quantize: str | None = None) -> ModelRun
 
 @pytest.mark.parametrize(
     ("family", "dtype", "num_seeds"),
-    [("llama3", "float32", 3), ("llama3", "bfloat16", 3), ("qwen3_5", "bfloat16", 2)],
+    [("llama3", "float32", 4), ("llama3", "bfloat16", 4), ("qwen3_5", "bfloat16", 2)],
 )
 def test_drafts_change_no_token(
     model_directory: Callable[[str], Path], family: str, dtype: str, num_seeds: int
@@ -180,23 +180,6 @@ def test_a_draft_model_samples_as_the_target_does_with_its_noise(model_directory
     assert stats.accepted_tokens["model"] == stats.draft_tokens["model"] > 100
     assert num_computed[0] == 51
     assert max(num_computed[1:]) < 3 * 16  # the others copied what they share
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_draft_model_changes_no_token_of_hundreds_of_requests(
-    model_directory: Callable[[str], Path], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DraftBudget, "is_empty", False)
-    monkeypatch.setattr(DraftBudget, "allows", lambda *_: True)
-    directory = model_directory("llama3")
-    check_model(directory, directory, dtype, range(100, 105))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts_change_no_token_of_hundreds_of_requests(model_directory: Callable[[str], Path], dtype: str) -> None:
-    check(opened(model_directory("llama3"), dtype), range(100, 112))
 
 
 @pytest.mark.slow
