@@ -1,6 +1,7 @@
 """The reference: transformers' models, slow and unpaged, and small random ones of every family to compare with."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -682,9 +683,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 class Oracle:
-    """A model as transformers computes it: the whole sequence anew for each token, nothing cached."""
+    """A model as transformers computes it: whole sequences, nothing cached."""
 
     def __init__(self, directory: Path) -> None:
+        config = json.dumps(read_config(directory))
+        # A token's rotation then depends on how many come after it
+        self._sees_length = any(f'"{kind}"' in config for kind in ("dynamic", "longrope"))
         model_class = getattr(transformers, read_config(directory)["architectures"][0])
         self._model = model_class.from_pretrained(directory, dtype=torch.float32).eval()
 
@@ -708,9 +712,17 @@ class Oracle:
         answers: list[list[int]] = found.tolist()
         return answers
 
-    def greedy(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
-        """The likeliest token, num_tokens times; ends of sequences mean nothing."""
-        token_ids = list(prompt_ids)
-        for _ in range(num_tokens):
+    def greedy(self, prompt_ids: list[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
+        """The likeliest token, num_tokens times; ends of sequences mean nothing.
+
+        Args:
+            guess: an answer. As far as it is right one computation confirms it; from there on each token has its own.
+        """
+        token_ids, guessed = list(prompt_ids), list(guess[:num_tokens])
+        if guessed and not self._sees_length:
+            likeliest = self.logits(token_ids + guessed[:-1])[len(prompt_ids) - 1 :].argmax(-1).tolist()
+            is_right = [one == other for one, other in zip(likeliest, guessed, strict=True)]
+            token_ids += likeliest[: [*is_right, False].index(False) + 1]
+        while len(token_ids) < len(prompt_ids) + num_tokens:
             token_ids.append(int(self.logits(token_ids)[-1].argmax()))
         return token_ids[len(prompt_ids) :]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,11 @@ def tokens_of(runner: ModelRunner, *prompts: list[int]) -> list[list[int]]:
     return driver.generate(NUM_TOKENS, *(driver.add(list(prompt)) for prompt in prompts))
 
 
+def assert_greedy(oracle: Oracle, prompts: Sequence[list[int]], found: list[list[int]]) -> None:
+    for prompt, said in zip(prompts, found, strict=True):
+        assert said == oracle.greedy(prompt, NUM_TOKENS, said)
+
+
 @pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_the_oracles(
@@ -87,7 +92,7 @@ def test_greedy_tokens_are_the_oracles(
     directory = model_directory(family)
     oracle = Oracle(directory)
     found = tokens_of(open_runner(directory, device, TritonOperators, None), *PROMPTS)
-    assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in PROMPTS]
+    assert_greedy(oracle, PROMPTS, found)
 
 
 @pytest.mark.parametrize("scheme", ["blocks", "whole"])
@@ -99,7 +104,7 @@ def test_8_bit_floats_of_a_checkpoint_say_what_they_stand_for(
     stored, floats = fp8_files.save_pair(plain, tmp_path, fp8_files.SCHEMES[scheme])
     oracle, prompts = Oracle(floats), (LONG_PROMPT, PROMPTS[1])
     found = tokens_of(open_runner(stored, device, TritonOperators, "fp8"), *prompts)
-    assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in prompts]
+    assert_greedy(oracle, prompts, found)
 
 
 def test_8_bit_floats_of_a_delta_net_say_what_they_stand_for(
@@ -110,7 +115,7 @@ def test_8_bit_floats_of_a_delta_net_say_what_they_stand_for(
     stored, floats = fp8_files.save_pair(model_directory("qwen3_next"), tmp_path, scheme, "in_proj_ba")
     oracle, prompts = Oracle(floats), (LONG_PROMPT, PROMPTS[1])
     found = tokens_of(open_runner(stored, device, TritonOperators, "fp8"), *prompts)
-    assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in prompts]
+    assert_greedy(oracle, prompts, found)
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("llama2", "int8"), ("llama2", "fp8"), ("gpt_oss", "int4")])
