@@ -110,8 +110,8 @@ def test_answers_of_recurrent_layers_are_those_of_transformers(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FAMILIES)[::5])
-def test_answers_of_hundreds_of_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(FAMILIES)[::10])
+def test_answers_of_other_families_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     check(save_random_model(name, tmp_path), 14, seed=1)
 
 

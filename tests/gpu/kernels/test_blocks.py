@@ -106,13 +106,10 @@ def test_every_exponent_of_mxfp4_is_its_power_of_two(device: torch.device) -> No
 
 
 @pytest.mark.usefixtures("same_tiles")
-@pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_matmul_has_the_bits_of_the_dequantised_matrix(
-    name: str, is_fixed: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    """By few rows in parts of the inputs, and by many."""
-    elements = FORMATS[name].elements
+def test_a_matmul_has_the_bits_of_the_dequantised_matrix(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """By few rows in parts of the inputs, and by many; half of the formats as --deterministic has it, in each dtype."""
+    elements, is_fixed = FORMATS[name].elements, (list(LAYOUTS).index(name) % 2 == 0) == (dtype == torch.float32)
     weight, numbers = matrix_of(name, 70, 4 * 256 if elements == 256 else 1056, dtype, device)
     assert splits_for(70, weight.shape[1], matmul.as_matrices(weight, None)[0].tile(1)) > 1
     bias = rows_of(1, 70, dtype, device)[0]

@@ -110,7 +110,7 @@ def tokens_with_joins_and_leaves(runner: ModelRunner) -> list[list[int]]:
 def assert_tokens_are_the_oracles(runner: ModelRunner, directory: Path) -> None:
     oracle = Oracle(directory)
     for found, prompt in zip(tokens_with_joins_and_leaves(runner), PROMPTS, strict=True):
-        assert found == oracle.greedy(list(prompt), len(found))
+        assert found == oracle.greedy(list(prompt), len(found), found)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,9 @@ def compare(directory: Path, seed: int, num_requests: int, most_tokens: int, mon
     return num_preempted
 
 
-def test_eager_graph_and_overlapped_steps_draw_the_same(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(one_layer, seed=1, num_requests=4, most_tokens=6, monkeypatch=monkeypatch)
-
-
 @pytest.mark.slow
-def test_they_draw_the_same_where_sequences_are_preempted(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_graph_and_overlapped_steps_draw_the_same(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where sequences are preempted."""
     assert compare(one_layer, 3, num_requests=6, most_tokens=12, monkeypatch=monkeypatch) > 0
 
 
@@ -221,7 +218,7 @@ def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(one_layer: Path, m
     for sequence in (first, second, third):
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         assert len(sequence.output_ids) > 1
-        assert sequence.output_ids == oracle.greedy(prompt, len(sequence.output_ids))
+        assert sequence.output_ids == oracle.greedy(prompt, len(sequence.output_ids), sequence.output_ids)
 
 
 def test_own_tokens_that_are_computed_again_in_rows_of_their_own_sample_once(one_layer: Path) -> None:

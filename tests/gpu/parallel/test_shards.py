@@ -29,7 +29,7 @@ from tests.gpu.test_model import make_prompt
 from tests.gpu.test_weights import every_tensor
 from tests.oracle import FAMILIES, read_config, save_random_model
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 PROMPTS = (make_prompt(1, 37), make_prompt(2, 1))
 UNSHARED = {"qwen2": "7 heads", "qwen3": "5 heads"}
 ALIKE = {  # split as one of the others
