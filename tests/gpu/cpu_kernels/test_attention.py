@@ -39,8 +39,9 @@ def decodes(*ends: int) -> Rows:
     return [(end, 1) for end in ends]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("window", [None, 1, 16, 21, 64, 200])
+@pytest.mark.parametrize(
+    ("window", "num_threads"), [(None, 1), (None, 2), (1, 2), (16, 1), (21, 2), (64, 1), (200, 1), (200, 2)]
+)
 @pytest.mark.parametrize(
     ("rows", "num_kv_heads", "per_kv", "head_dim"),
     [

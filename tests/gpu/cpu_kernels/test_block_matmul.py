@@ -162,7 +162,7 @@ import sys
 from gpu import device
 device.cpu_flags = lambda: frozenset({"avx2", "fma", "f16c"})
 import pytest
-chosen = "(rows_are or company or (matmuls and not -2)) and (Q8_0 or Q5_1 or MXFP4 or Q3_K or Q4_K or INT4_64)"
+chosen = "(rows_are or company or (matmuls and not -2)) and (Q8_0 or MXFP4 or Q3_K or Q4_K or INT4_64)"
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, sys.argv[1]]))
 """
 
