@@ -292,9 +292,10 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 def _generating(architecture: str | None) -> str | None:
     """The name of the architecture with a head that generates, whichever head it has."""
-    for end in (SCORING, HEADLESS):
-        if architecture is not None and architecture.endswith(end) and not architecture.endswith("TextModel"):
-            return architecture.removesuffix(end) + "ForCausalLM"
+    ends = {SCORING: "ForCausalLM", f"Text{HEADLESS}": "ForConditionalGeneration", HEADLESS: "ForCausalLM"}
+    for end, own in ends.items():
+        if architecture is not None and architecture.endswith(end):
+            return architecture.removesuffix(end) + own
     return architecture
 
 

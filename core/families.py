@@ -188,7 +188,7 @@ FAMILIES = (
         **_QWEN3,
     ),
     Family(
-        architecture="Qwen2_5_VLTextModel",
+        architecture="Qwen2_5_VLForConditionalGeneration",
         model_type="qwen2_5_vl_text",
         defaults=_fields(
             8, 32_768, rms_norm_eps=1e-5, rope_theta=1_000_000.0, sliding_window=4096, max_window_layers=80
@@ -198,14 +198,14 @@ FAMILIES = (
         windows="late",
     ),
     Family(
-        architecture="Qwen3VLTextModel",
+        architecture="Qwen3VLForConditionalGeneration",
         model_type="qwen3_vl_text",
         defaults={"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
         has_mrope=True,
         **_QWEN3,
     ),
     Family(
-        architecture="Qwen3VLMoeTextModel",
+        architecture="Qwen3VLMoeForConditionalGeneration",
         model_type="qwen3_vl_moe_text",
         defaults=_fields(
             16,

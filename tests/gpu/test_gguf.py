@@ -27,7 +27,7 @@ from gpu.loading import load_runner
 from gpu.memory_plan import estimate
 from gpu.quality import predict
 from gpu.weights import load_weights
-from server.model_files import parse_config, read_model_config
+from server.model_files import parse_config, read_model_config, tasks_in
 from tests.gguf_files import Q, parsed, quantised_numbers, random_blocks, with_split_keys, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, Driver, make_plan
@@ -82,6 +82,7 @@ def test_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path:
     directory = model_directory(name)
     file = write_gguf(directory, tmp_path / "model.gguf")
     assert model_of(file) == parse_model_config(read_config(directory) | {"dtype": None})
+    assert tasks_in(file, None) == tasks_in(directory, None) == ("generate",)
     assert greedy(file) == greedy(directory)
 
 
