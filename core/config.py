@@ -369,6 +369,7 @@ class ModelConfig(Traits):
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
         factors: what tensors of a layer are multiplied by while they load, by their usual names.
+        has_unknown_factors: the checkpoint's matrices are multiplied by factors that it does not tell.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
         recurrence: of its recurrent layers; None: all attend.
         inputs, streams: None: it has none.
@@ -406,6 +407,7 @@ class ModelConfig(Traits):
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     factors: tuple[tuple[str, float], ...] = ()
+    has_unknown_factors: bool = False
     tie_embeddings: bool = False
     packed: PackedConfig | None = None
     fp8: Fp8Config | None = None

@@ -348,6 +348,7 @@ def _scales(config: Mapping[str, Any], family: Family, latent: LatentConfig | No
             "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),
             "logits_scale": positive_float(config, "lm_head_multiplier", 1.0),
             "factors": _factors(config),
+            "has_unknown_factors": read_bool(config, "multipliers_in_matrices"),
         }
     if family.model_type in ("granite", "granitemoehybrid", "granitehybrid"):
         return {

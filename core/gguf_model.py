@@ -315,7 +315,8 @@ GGUF_FAMILIES = {
         {**_LLAMA, **_SPACE, "ffn_norm": "pre_ff_layernorm"},
         {**_SPACE_WHOLE, "ffn_norm": "pre_ff_layernorm.weight"},
         fields=_SPACE_FIELDS,
-        constants={"mamba_norm_before_gate": False},  # its multipliers are in its matrices
+        # The second is no field of config.json's: llama.cpp's converter multiplies, and does not write by what
+        constants={"mamba_norm_before_gate": False, "multipliers_in_matrices": True},
     ),
     "deepseek2": _DEEPSEEK2,
     "nemotron_h": _NEMOTRON,

@@ -25,14 +25,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from core.config import ModelConfig
+from core.config import ModelConfig, RecurrentConfig
 from core.errors import BadAdapter
 from core.plan import SequenceStart
 from core.types import Adapter
 from gpu.attention import IntArray
 from gpu.checkpoint import text_name
 from gpu.linear import Linear, can_pack, make_linear
-from gpu.parameters import EMBEDDING, HEAD, MIXER_MATRICES, Target, empty_weights, layer_of
+from gpu.parameters import EMBEDDING, HEAD, MIXER_MATRICES, Target, empty_weights, layer_of, parts_first
 
 if TYPE_CHECKING:
     from gpu.cpu_kernels.low_rank import LowRankKernel, PackedLowRank, PackedRowGroups
@@ -63,6 +63,13 @@ _REFUSED_TENSORS = {
     ".lora_magnitude_vector": "DoRA's magnitudes",
     ".bias": "a bias",
     ".modules_to_save.": "a whole matrix (modules_to_save)",
+}
+
+# GGUF files have these in several matrices, or under another name
+_APART = {
+    "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+    "shared_mlp.output_linear": ("mlp.down_proj",),
 }
 
 _Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -146,10 +153,10 @@ def load_adapter(
     _, targets = empty_weights(model, torch.float32, torch.device("meta"))
     by_layer: dict[int, _Pairs] = {}
     for module, (down, up) in _pairs(file, tensors).items():
-        name = f"{text_name(module)}.weight"
-        target = _target(file, module, name, targets, model, base)
+        names = _stored_names(f"{text_name(module)}.weight", targets)
+        found = [_target(file, module, name, targets, model, base) for name in names]
         rank, factor = scaling.of(module)
-        wanted = {"lora_A": (rank, target.shape[1]), "lora_B": (target.shape[0], rank)}
+        wanted = {"lora_A": (rank, found[0].shape[1]), "lora_B": (sum(target.shape[0] for target in found), rank)}
         for part, tensor in (("lora_A", down), ("lora_B", up)):
             if tensor.shape != wanted[part]:
                 raise BadAdapter(
@@ -158,8 +165,11 @@ def load_adapter(
                 )
         if rank > most_rank:
             raise BadAdapter(f"{file}: {module} has rank {rank}; --max-lora-rank {most_rank} is too low for it.")
-        layer = by_layer.setdefault(int(name.split(".")[2]), {})
-        layer[name] = (down, up.float().mul_(factor) if up.dtype != torch.float64 else up * factor)
+        layer = by_layer.setdefault(int(names[0].split(".")[2]), {})
+        up = up.float().mul_(factor) if up.dtype != torch.float64 else up * factor
+        down, up = _in_order(module, down, up, model.recurrence)
+        for name, rows in zip(names, up.split_with_sizes([target.shape[0] for target in found]), strict=True):
+            layer[name] = (down, rows)
     if not by_layer:
         raise BadAdapter(f"{file} contains no lora_A and lora_B.")
     return _loaded(told.hexdigest(), model, by_layer, dtype, device, kernel)
@@ -287,6 +297,32 @@ def _pairs(file: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Te
                 f"{file}: {PREFIX}{module} has lora_{next(iter(parts))} alone; lora_A and lora_B belong together."
             )
     return {module: (parts["A.weight"], parts["B.weight"]) for module, parts in found.items()}
+
+
+def _stored_names(name: str, targets: Mapping[str, Target]) -> list[str]:
+    """Of the matrices that hold what is one to PEFT."""
+    whole = next((one for one in _APART if one in name and name not in targets), "")
+    return [name.replace(whole, part) for part in _APART[whole]] if whole else [name]
+
+
+def _in_order(module: str, down: Tensor, up: Tensor, own: RecurrentConfig | None) -> tuple[Tensor, Tensor]:
+    """A pair with B's rows and A's columns in the order of the base's matrix, which a GGUF file may have changed.
+
+    down, up: of the shapes that the base asks for.
+    """
+    kind = module.partition(".linear_attn.")[2]
+    if own is None or not kind:
+        return down, up
+    per_key = own.num_heads // own.num_key_heads
+    if kind == "in_proj_qkvz" and own.is_split:
+        return down, parts_first(up, own.num_key_heads, [own.key_dim] * 2 + [per_key * own.value_dim] * 2)
+    if not own.is_tiled:
+        return down, up
+    if kind == "out_proj":
+        return parts_first(down.T, own.num_key_heads, [own.value_dim] * per_key).T, up
+    first = own.channels - own.output_size if kind == "in_proj_qkv" else 0  # queries and keys are not shared
+    dim = 1 if kind in ("in_proj_a", "in_proj_b") else own.value_dim
+    return down, torch.cat([up[:first], parts_first(up[first:], own.num_key_heads, [dim] * per_key)])
 
 
 def _target(file: Path, module: str, name: str, targets: Mapping[str, Target], model: ModelConfig, base: str) -> Target:

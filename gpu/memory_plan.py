@@ -269,6 +269,12 @@ def _check_layers(model: ModelConfig, engine: EngineConfig) -> None:
     Raises:
         StartupError: a setting does not go with the model's layers.
     """
+    if model.has_unknown_factors and engine.max_loras:
+        cause = (
+            "the model's multipliers are in its matrices and not stored, so an adapter's cannot be multiplied by them"
+        )
+        fix = "serve the model's safetensors, or start without --max-loras."
+        raise StartupError(f"--max-loras is not supported for this GGUF file: {cause}.", fix)
     refused, what = {"--tensor-parallel": engine.tensor_parallel > 1}, "recurrent layers"
     if model.recurrence is None:
         refused["--max-loras"] = engine.max_loras > 0

@@ -15,15 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.config import EngineConfig
 from core.config_json import parse_model_config
-from core.errors import BadAdapter
+from core.errors import BadAdapter, StartupError
 from core.types import Adapter, Request, SamplingParams
 from gpu.adapters import adapter_bytes
 from gpu.cpu_kernels import support
+from gpu.loading import load_runner
 from gpu.runner import ModelRunner
+from server.model_files import read_model_config
 from tests import fp8_files
 from tests.adapter_files import EVERYWHERE, save_adapter, save_merged
-from tests.gpu.conftest import ENGINE, open_runner
+from tests.gguf_files import write_gguf
+from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver
 from tests.gpu.test_overlap import draw_workload
 from tests.gpu.test_speculation import run
@@ -50,6 +54,16 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "granite_hybrid": ("q_proj", "in_proj", "out_proj"),
     "falcon_h1": (*EVERYWHERE, "in_proj", "out_proj"),
     "nemotron_h": ("v_proj", "o_proj", "in_proj", "out_proj"),
+}
+# Sizes, and matrices that files have otherwise
+GGUF_MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "llama2": ({}, EVERYWHERE),
+    "qwen3_5": ({}, TARGETS["qwen3_5"]),
+    "qwen3_next": (
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2},
+        TARGETS["qwen3_next"],
+    ),
+    "granite_hybrid_dense": ({}, ("q_proj", "in_proj", "input_linear", "output_linear")),
 }
 MODELS = Callable[[str], Path]
 
@@ -82,6 +96,36 @@ def test_an_adapter_adds_what_merged_weights_have(
     torch.testing.assert_close(logprobs, merged_logprobs, atol=2e-4, rtol=1e-4)
     assert ids != says(runner)[0]
     assert adapter.size_bytes <= adapter_bytes(runner.config, torch.float32, 16)
+
+
+def open_gguf(file: Path, engine: EngineConfig = LORAS) -> ModelRunner:
+    return load_runner(file, parse_model_config(read_model_config(file)), engine, no_progress)
+
+
+@pytest.mark.parametrize("family", list(GGUF_MODELS))
+def test_an_adapter_of_a_gguf_file_adds_what_merged_weights_have(family: str, tmp_path: Path) -> None:
+    """As PEFT writes it for the safetensors, whatever order and parts the file's matrices have."""
+    sizes, targets = GGUF_MODELS[family]
+    model = save_random_model(family, tmp_path / "model", **sizes)
+    path = save_adapter(tmp_path / "adapter", model, targets=targets, lora_alpha=8)
+    merged = save_merged(tmp_path / "merged", model, path)
+    runner = open_gguf(write_gguf(model, tmp_path / "model.gguf"))
+    adapter = runner.load_adapter(path)
+    ids, logprobs = says(runner, adapter)
+    merged_ids, merged_logprobs = says(open_gguf(write_gguf(merged, tmp_path / "merged.gguf")))
+    assert ids == merged_ids
+    torch.testing.assert_close(logprobs, merged_logprobs, atol=2e-4, rtol=1e-4)
+    assert ids != says(runner)[0]
+    assert adapter.size_bytes <= adapter_bytes(runner.config, torch.float32, 16)
+
+
+def test_a_gguf_file_with_factors_that_it_does_not_tell_takes_no_adapters(
+    model_directory: MODELS, tmp_path: Path
+) -> None:
+    file = write_gguf(model_directory("falcon_h1"), tmp_path / "model.gguf")
+    with pytest.raises(StartupError, match="--max-loras is not supported for this GGUF file: the model's multipliers"):
+        open_gguf(file)
+    open_gguf(file, ENGINE)
 
 
 @pytest.mark.parametrize("by", ["torch", "kernels"])
