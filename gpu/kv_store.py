@@ -39,6 +39,7 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
 from core.kv_cache import BlockCopies, BlockLabel
 from core.types import NO_STORE, StoreState
+from gpu.blocks import why_no_blocks, why_not_in_place
 from gpu.cache_files import cache_home, read_kept, write_kept
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes, to_device
@@ -477,9 +478,9 @@ SETTLED_S = 2.0  # since a file's last change
 MAX_DIGESTS = 255  # of files, beside the newest
 
 
-def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, formats: str, quantize: str | None) -> str:
+def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, settings: tuple[object, ...]) -> str:
     """A digest of all that keys and values depend on: weight files, number formats, the layout of blocks."""
-    found = hashlib.sha256(f"{config!r} {formats} {quantize} {BLOCK_SIZE}\0".encode())
+    found = hashlib.sha256(f"{config!r} {settings} {BLOCK_SIZE}\0".encode())
     headers = checkpoint.tensors.values()
     files = {header.file for header in headers} | {part.file for header in headers for part in header.parts.values()}
     for file in sorted(files):
@@ -682,8 +683,9 @@ def open_offload(
     offload = KVOffload(memory, memory.measure())
     if engine.kv_offload_dir is not None:
         path = Path(engine.kv_offload_dir)
-        formats = f"{choice.dtype_name} {engine.kv_dtype}{' in pairs' if cache.is_paired else ''}"
-        fingerprint = model_fingerprint(checkpoint, config, formats, engine.quantize)
+        matrices = why_no_blocks(config, engine, choice.device, choice.dtype), why_not_in_place(config, engine, choice)
+        formats = choice.dtype_name, engine.kv_dtype, cache.is_paired, engine.quantize, None in matrices
+        fingerprint = model_fingerprint(checkpoint, config, (*formats, engine.deterministic))
         offload.directory = _open_directory(path, engine.kv_offload_dir_bytes, fingerprint, memory.block_bytes)
         try:
             offload.stored = offload.directory.load(num_slots, memory.write)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from core.errors import ExitCode, StartupError
 from core.kv_cache import BlockCopies
 from core.scheduler import Scheduler
 from core.types import ClearCache, Message, Request, SamplingParams, Submit
+from gpu.cpu_kernels.support import NEEDED_FLAGS
+from gpu.device import cpu_flags
 from gpu.kv_cache import KVCache
 from gpu.kv_store import SUFFIX, HostMemory
 from gpu.runner import ModelRunner
@@ -85,7 +88,7 @@ def test_restored_blocks_give_the_tokens_of_computed_ones(directory: Path, expec
 
 
 def test_blocks_in_8_bits_are_restored_with_the_tokens_that_they_gave(directory: Path, tmp_path: Path) -> None:
-    """From host memory, after a restart, and never to a server of another type."""
+    """From host memory, and after a restart."""
     plain = ask_all(Served(open_runner(directory, replace(ENGINE, kv_dtype="int8"))), "plain.")
     kept = replace(HOST, kv_dtype="int8", kv_offload_dir=str(tmp_path))
     for _ in range(2):
@@ -95,10 +98,22 @@ def test_blocks_in_8_bits_are_restored_with_the_tokens_that_they_gave(directory:
             assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in plain]
         assert [cached for _, cached in answers] == [64, 48, 48, 80]
         served.engine.close()
-    served = Served(runner := open_runner(directory, replace(kept, kv_dtype="auto")))
-    assert runner.offload is not None
-    assert runner.offload.stored == []
-    served.engine.close()
+
+
+@pytest.mark.skipif(not cpu_flags() >= NEEDED_FLAGS, reason="needs a CPU with AVX2")
+@pytest.mark.parametrize("change", [{"kv_dtype": "auto"}, {"activations": "bf16"}, {"deterministic": True}])
+def test_a_server_that_computes_otherwise_reads_none_of_it(
+    change: dict[str, Any], directory: Path, tmp_path: Path
+) -> None:
+    kept = replace(HOST, kv_dtype="int8", activations="int8", kv_offload_dir=str(tmp_path))
+    num_stored = []
+    for engine in (kept, kept, replace(kept, **change)):
+        served = Served(runner := open_runner(directory, engine))
+        assert runner.offload is not None
+        num_stored.append(len(runner.offload.stored))
+        ask_all(served)
+        served.engine.close()
+    assert num_stored[0] == num_stored[2] == 0 < num_stored[1]
 
 
 def test_restored_blocks_of_latent_attention_do_too(model_directory: Callable[[str], Path]) -> None:
