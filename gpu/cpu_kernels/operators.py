@@ -295,7 +295,8 @@ def gate(arguments):
 
 
 class KernelOperators(Operators):
-    """
+    """Kernels where their shapes allow it. One row of wider ones is contiguous, several are not: that decides nothing.
+
     Args:
         has_attention: the attention kernel supports the model; False: torch attends.
     """
@@ -352,20 +353,20 @@ class KernelOperators(Operators):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dim() != 2 or not _is_supported(x, weight):
             return super().norm(x, weight)
-        return self._add_norm(x, None, 1.0, weight)[1]
+        return self._add_norm(x.contiguous(), None, 1.0, weight)[1]
 
     def add_norm(self, x: Tensor, added: Tensor, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not _is_supported(x, weight) or not added.is_contiguous():
+        if not _is_supported(x, weight):
             return super().add_norm(x, added, scale, weight)
-        return self._add_norm(x, added, scale, weight)
+        return self._add_norm(x.contiguous(), added.contiguous(), scale, weight)
 
     def rotate_and_store(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Tensor | None, kv: LayerKV, slots: Tensor
     ) -> Tensor:
         num_tokens, num_all, head_dim = qkv.shape
-        is_supported = head_dim % LANES == 0 and qkv.is_contiguous()
-        if not is_supported or (norms is not None and norms[0].dim() != 1):
+        if head_dim % LANES or (norms is not None and norms[0].dim() != 1):
             return super().rotate_and_store(qkv, norms, rotation, kv, slots)
+        qkv = qkv.contiguous()
         num_kv_heads = kv.keys.shape[1]
         num_heads = num_all - 2 * num_kv_heads
         query = qkv.new_empty((num_tokens, num_heads, head_dim))
@@ -393,8 +394,9 @@ class KernelOperators(Operators):
 
     def _gated(self, activation: str, gate_up: Tensor) -> Tensor:
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        if width % LANES or not gate_up.is_contiguous():
+        if width % LANES:
             return super().gated(activation)(gate_up)
+        gate_up = gate_up.contiguous()
         out = gate_up.new_empty((num_tokens, width))
         arguments = GateArguments(
             gate_up=gate_up.data_ptr(),
@@ -431,7 +433,7 @@ def _padded_blocks(weight: Tensor) -> Tensor:
 
 
 def _is_supported(x: Tensor, weight: Tensor | None) -> bool:
-    return x.is_contiguous() and (weight is None or weight.dim() == 1) and x.shape[-1] % LANES == 0
+    return (weight is None or weight.dim() == 1) and x.shape[-1] % LANES == 0
 
 
 def _threads_for(num_numbers: int) -> int:

@@ -1,5 +1,7 @@
 """The kernels beside torch's operators: the same numbers, rounded at most one step apart, over a grid of shapes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -101,6 +103,28 @@ def test_queries_keys_and_values_are_torchs(
     assert torch.equal(kernels.rotate_and_store(qkv, norms, rotation, in_pairs, slots), got)
     for one, other in zip(in_pairs.read(blocks, qkv.dtype), got_kv.read(blocks, qkv.dtype), strict=True):
         assert torch.equal(one, other)
+
+
+def test_rows_of_wider_ones_are_computed_as_each_alone(kernels: KernelOperators) -> None:
+    """As queries beside their gates: one such row is contiguous, several are not."""
+
+    def assert_alone(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> None:
+        assert not rows.is_contiguous()
+        assert torch.equal(compute(rows), torch.cat([compute(row) for row in rows.split(1)]))
+
+    wide, weight, kv = noise(40, 1024), noise(512, seed=1), kv_of(torch.zeros(2, 8, 16, 1, 128).bfloat16())
+    norms, rotation = norms_of("head", 2, 1, 128, wide), rotation_of(1.0, 2, 128, CPU)
+    assert rotation is not None
+    assert_alone(lambda x: kernels.norm(x, weight), wide[:, :512])
+    assert_alone(lambda x: kernels.add_norm(x, x, 0.22, weight)[1], wide[:, :512])
+    assert_alone(kernels.gated("silu"), wide[:, :512])
+
+    def stored(rows: torch.Tensor) -> torch.Tensor:
+        slots, turned = torch.arange(len(rows)), rotation[1:].expand(len(rows), -1, -1).contiguous()
+        query = kernels.rotate_and_store(rows.view(-1, 4, 128), norms, turned, kv, slots)
+        return torch.cat([query, kv.keys[slots], kv.values[slots]], 1)
+
+    assert_alone(stored, wide[:, 512:])
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (3, 96)])
