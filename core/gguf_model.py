@@ -6,6 +6,7 @@ and src/models/*.cpp (what it computes where a file is silent).
 
 import math
 import re
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -571,17 +572,37 @@ def config_of(file: GgufFile, factors: Mapping[str, tuple[float, ...]]) -> dict[
         UnsupportedModel: the architecture, or a field that would change the output, is not computed here.
         BadCheckpoint: a field or a tensor that every model has is missing.
     """
-    family, prefix = _family(file), file.metadata["general.architecture"]
-    fields = {key.removeprefix(f"{prefix}."): value for key, value in file.metadata.items()}
+    prefix = file.metadata.get("general.architecture")
+    fields = _Fields({key.removeprefix(f"{prefix}."): value for key, value in file.metadata.items()})
     if any(name in factors for name in LONG_FACTORS.values()):  # by which llama.cpp knows it
         fields["rope.scaling.type"] = "longrope"
+    try:
+        return _config_of(file, fields, factors)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        key = fields.last if fields.last in file.metadata else f"{prefix}.{fields.last}"
+        is_there = key in file.metadata
+        raise _bad(f"{key} is {file.metadata[key]!r}" if is_there else f"the metadata has no {key}") from error
+
+
+class _Fields(UserDict[str, Any]):
+    """Metadata, and which of it was read last: where a value is missing, or of a wrong type, an error names that."""
+
+    last = ""
+
+    def __getitem__(self, name: str) -> Any:
+        self.last = name
+        return super().__getitem__(name)
+
+
+def _config_of(file: GgufFile, fields: _Fields, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+    family = _family(file)
     head_dim, num_draft_layers = _head_dim(fields, family), len(_draft_layers(file.metadata))
     _refuse_output_changing(fields, family, head_dim, num_draft_layers)
     config = {
         "architectures": [family.family.architecture],
         "model_type": family.model_type,
         "vocab_size": _vocab_size(file),
-        **{name: _common(_need(fields, key)) for name, key in _NEEDED.items()},
+        **{name: _common(fields[key]) for name, key in _NEEDED.items()},
         "intermediate_size": _common(fields.get("feed_forward_length")),
         "num_hidden_layers": _num_layers(file, fields) - num_draft_layers,
         "num_nextn_predict_layers": num_draft_layers,
@@ -693,10 +714,8 @@ def _layer_input_fields(file: GgufFile, family: GgufFamily, fields: Mapping[str,
     found["layer_types"] = _layer_types(fields, "attention.sliding_window_pattern")
     windowed = fields["attention.sliding_window_pattern"]
     if family.family.has_streams:
-        left, scales = file.tensors.get("blk.0.laurel_l.weight"), fields.get("activation_sparsity_scale")
+        left, scales = file.tensors.get("blk.0.laurel_l.weight"), fields["activation_sparsity_scale"]
         found["laurel_rank"] = 0 if left is None else left.shape[0]
-        if not isinstance(scales, list) or not all(isinstance(one, float) for one in scales):
-            raise _bad(f"activation_sparsity_scale is {scales!r}")
         return {**found, "activation_sparsity_pattern": [(1 + math.erf(one / math.sqrt(2))) / 2 for one in scales]}
     widths, heads = fields["feed_forward_length"], fields.get("attention.head_count_kv")
     if isinstance(widths, list) and widths:
@@ -744,7 +763,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _num_layers(file: GgufFile, fields: Mapping[str, Any]) -> int:
     """Checked against the number of tensors, so that the file bounds whatever is made per layer."""
-    num_layers = _need(fields, "block_count")
+    num_layers = fields["block_count"]
     if not isinstance(num_layers, int) or num_layers > len(file.tensors):
         raise _bad(f"{fields['general.architecture']}.block_count is {num_layers!r}, of {len(file.tensors)} tensors")
     return num_layers
@@ -827,11 +846,11 @@ def _rope_scaling(
         return {"rope_type": kind, "attention_factor": fields.get("rope.scaling.attn_factor", 1.0), **own}
     if kind == "yarn":
         names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
-        found = {name: _need(fields, f"rope.scaling.{key}") for name, key in names.items()}
+        found = {name: fields[f"rope.scaling.{key}"] for name, key in names.items()}
         betas = {name: fields.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         return {"rope_type": "yarn", **found, **{name: value for name, value in betas.items() if value is not None}}
     if kind == "linear":
-        return {"rope_type": "linear", "factor": _need(fields, "rope.scaling.factor") if factor is None else factor}
+        return {"rope_type": "linear", "factor": fields["rope.scaling.factor"] if factor is None else factor}
     return None
 
 
@@ -853,14 +872,8 @@ def _llama3_factor(tokens_per_radian: float, factor: float, high: float) -> floa
     return 1 / ((1 - kept) / factor + kept)
 
 
-def _need(fields: Mapping[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise _bad(f"the metadata has no {fields['general.architecture']}.{name}")
-    return fields[name]
-
-
 def _count(fields: Mapping[str, Any], name: str) -> int:
-    value = _need(fields, name)
+    value = fields[name]
     if not isinstance(value, int) or value < 1:
         raise _bad(f"{fields['general.architecture']}.{name} is {value!r}, which counts nothing")
     return value

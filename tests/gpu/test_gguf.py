@@ -504,6 +504,27 @@ def test_a_tensor_of_many_slabs_is_read_whole(name: str, tmp_path: Path, monkeyp
     assert torch.equal(found, torch.from_numpy(gguf.dequantize(rows, Q[name])).bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "says"),
+    [
+        ("gemma4", "gemma4.feed_forward_length", None, r"no gemma4\.feed_forward_length"),
+        ("gemma4", "gemma4.attention.shared_kv_layers", "x", r"gemma4\.attention\.shared_kv_layers is 'x'"),
+        ("qwen2", "qwen2.rope.scaling.yarn_attn_factor", "x", r"qwen2\.rope\.scaling\.yarn_attn_factor is 'x'"),
+        ("qwen2", "qwen2.embedding_length", None, r"no qwen2\.embedding_length"),
+        ("falcon_h1", "falcon-h1.ssm.time_step_rank", [1], r"falcon-h1\.ssm\.time_step_rank is \[1\]"),
+    ],
+)
+def test_a_value_that_is_missing_or_of_another_type_is_named(
+    name: str, key: str, value: Any, says: str, tmp_path: Path, model_directory
+) -> None:
+    header = parsed(write_gguf(model_directory(name), tmp_path / "model.gguf"))
+    header.metadata[key] = value
+    if value is None:
+        del header.metadata[key]
+    with pytest.raises(BadCheckpoint, match=says):
+        config_of(header, {})
+
+
 def test_only_llamas_queries_and_keys_were_turned() -> None:
     llama = {"general.architecture": "llama", "llama.attention.head_count": 8, "llama.attention.head_count_kv": 2}
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
