@@ -27,8 +27,7 @@ from core.config import ExpertsConfig, ModelConfig, RopeConfig
 from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.attention import RaggedRows, Scores
-from gpu.blocks import BLOCK_OUTPUTS, FORMATS, BlockWeight, PackedBlocks
-from gpu.checkpoint import DEQUANTISERS
+from gpu.blocks import BLOCK_OUTPUTS, FORMATS, BlockWeight, PackedBlocks, dequantise
 from gpu.device import DTYPES
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Experts, Rope
@@ -373,7 +372,7 @@ def _exact(weight: Weight) -> Tensor:
     if isinstance(weight, BlockWeight):
         if weight.num_stacked is not None:
             return torch.stack([_exact(weight[place]) for place in range(weight.num_stacked)])
-        rows = [DEQUANTISERS[part.format](_as_in_a_file(part)).view(part.num_out, -1) for part in weight.parts]
+        rows = [dequantise(part.format, _as_in_a_file(part)).view(part.num_out, -1) for part in weight.parts]
         return torch.cat(rows).to(weight.device)
     return dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else floats(weight).float()
 

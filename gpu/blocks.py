@@ -1,4 +1,4 @@
-"""Matrices in quantised blocks, as GGUF files have them, or int4: formats, and how blocks are packed. Thread: engine.
+"""Matrices in quantised blocks, of GGUF files or int4: formats, how blocks are dequantised and packed. Thread: engine.
 
 A format's block holds 32 to 256 inputs of one output. Packed, the same bytes of 64 outputs lie together: each field of
 a block (a float16 scale, a word of four bytes of numbers) 64 times, output by output, so that a register holds one
@@ -6,6 +6,7 @@ field of 16 outputs, and neighbouring threads of a GPU read words side by side. 
 only the signed bytes of Q8_0 get their sign bit turned, for instructions that multiply unsigned by signed bytes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,119 @@ FORMATS = {
 }
 """Formats that are multiplied as they are stored. Source: ggml-common.h; int4: half floats of a scale and of the zero,
 then nibbles as Q4_0 has them."""
+
+
+Field = tuple[int, int, int]
+"""Of a file's block: (first byte, bits of a number, inputs of a unit). A unit's bytes have the lowest bits of its first
+inputs, the next bits of the next ones, and so on."""
+Scales = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""Blocks [blocks, bytes] to the scales of their groups, float32 [blocks, groups], and what is added; None: nothing"""
+
+
+def _half(blocks: Tensor, first: int) -> Tensor:
+    """A float16 of each block: float32 [blocks, 1]."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+
+
+def _scale_and_minimum(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    return _half(blocks, 0), _half(blocks, 2)
+
+
+def _exponent(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A byte e that stands for 2 ** (e - 127), of a table of twice the numbers."""
+    exponents = blocks[:, :1].int() - 128
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), None
+
+
+def _iq4_xs_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Pairs of high bits of 8 scales, then their low halves; 32 is zero."""
+    pairs, low = _unpacked(blocks, (2, 2, 4), 8), _unpacked(blocks, (4, 4, 2), 8)
+    return (low | pairs << 4).float().sub_(32) * _half(blocks, 0), None
+
+
+def _q2_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """16 bytes of a scale and a minimum each, scale of scales, scale of minima."""
+    both = blocks[:, :16]
+    return _half(blocks, 80) * (both & 15).float(), -(_half(blocks, 82) * (both >> 4).float())
+
+
+def _q3_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """16 scales in 6 bits, their scale; 32 is zero."""
+    low, high = _unpacked(blocks, (96, 4, 16), 16), _unpacked(blocks, (104, 2, 16), 16)
+    return (low | high << 4).float().sub_(32) * _half(blocks, 108), None
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scale of scales, scale of minima, 8 of each in 6 bits. Source: ggml-quants.c, get_scale_min_k4."""
+    low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # [blocks, 4] each
+    scales = torch.cat([low & 63, (mixed & 15) | ((low >> 2) & 48)], 1).float() * _half(blocks, 0)
+    minima = torch.cat([high & 63, (mixed >> 4) | ((high >> 2) & 48)], 1).float() * _half(blocks, 2)
+    return scales, -minima
+
+
+def _q6_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    return blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208), None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """How a format's block lies in a file.
+
+    Args:
+        low, high: the numbers' bits, and further ones above them.
+        table: what each number stands for; None: itself less the format's middle, or a signed byte.
+    """
+
+    low: Field
+    high: Field | None = None
+    scales: Scales = lambda blocks: (_half(blocks, 0), None)
+    table: tuple[int, ...] | None = None
+
+
+STORED = {
+    "Q8_0": StoredBlock((2, 8, 32)),
+    "Q4_0": StoredBlock((2, 4, 32)),
+    "Q4_1": StoredBlock((4, 4, 32), None, _scale_and_minimum),
+    "Q5_0": StoredBlock((6, 4, 32), (2, 1, 8)),
+    "Q5_1": StoredBlock((8, 4, 32), (4, 1, 8), _scale_and_minimum),
+    "IQ4_NL": StoredBlock((2, 4, 32), table=IQ4_NUMBERS),
+    "IQ4_XS": StoredBlock((8, 4, 32), None, _iq4_xs_scales, IQ4_NUMBERS),
+    "MXFP4": StoredBlock((1, 4, 32), None, _exponent, MXFP4_NUMBERS),
+    "Q2_K": StoredBlock((16, 2, 128), None, _q2_k_scales),
+    "Q3_K": StoredBlock((32, 2, 128), (0, 1, 256), _q3_k_scales),
+    "Q4_K": StoredBlock((16, 4, 64), None, _k_scales),
+    "Q5_K": StoredBlock((48, 4, 64), (16, 1, 256), _k_scales),
+    "Q6_K": StoredBlock((0, 4, 128), (128, 2, 128), _q6_k_scales),
+}
+"""By format. Source: ggml-quants.c, dequantize_row_*"""
+
+
+def _unpacked(blocks: Tensor, field: Field, count: int) -> Tensor:
+    """So many numbers of each block, [blocks, count], uint8."""
+    first, bits, unit = field
+    packed, mask = blocks[:, first : first + count * bits // 8], 2**bits - 1
+    if bits == 8:
+        return packed
+    packed = packed.reshape(len(blocks), -1, unit * bits // 8)
+    higher = [(packed >> shift).bitwise_and_(mask) for shift in range(bits, 8, bits)]
+    return torch.stack([packed & mask, *higher], 2).view(len(blocks), -1)
+
+
+def dequantise(name: str, blocks: Tensor) -> Tensor:
+    """A file's blocks of a format, bytes [blocks, size_bytes] -> float32 [blocks, elements]."""
+    stored, found = STORED[name], FORMATS[name]
+    numbers = _unpacked(blocks, stored.low, found.elements)
+    if stored.high is not None:
+        numbers |= _unpacked(blocks, stored.high, found.elements) << stored.low[1]
+    if stored.table is not None:
+        values = torch.tensor(stored.table, dtype=torch.float32)[numbers.int()]
+    elif found.signed is not None:
+        values = numbers.view(torch.int8).float()
+    else:
+        values = numbers.float().sub_(found.middle) if found.middle else numbers.float()
+    scales, added = stored.scales(blocks)
+    groups = values.view(*scales.shape, -1).mul_(scales.unsqueeze(2))
+    return (groups if added is None else groups.add_(added.unsqueeze(2))).view(values.shape)
 
 
 @dataclass(frozen=True, slots=True)

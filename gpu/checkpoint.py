@@ -27,7 +27,7 @@ from core.errors import BadCheckpoint
 from core.gguf import BLOCKS, GgufFile, GgufTensor, parse_gguf
 from core.gguf_model import hugging_face_tensors, is_decay, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
-from gpu.blocks import BLOCK_OUTPUTS, IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks, write_packed
+from gpu.blocks import BLOCK_OUTPUTS, PackedBlocks, dequantise, write_packed
 from gpu.parameters import Target
 from gpu.prequantized import (
     COMPRESSED,
@@ -91,7 +91,7 @@ Progress = Callable[[int, int], None]
 Cut = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
 """See gpu.parallel.ranks.Shard.cut."""
 GGUF_SLAB_BYTES = 8 * 2**20  # of blocks; as float32 at most eight times as much
-K_ELEMENTS = 256  # in a block of the K formats
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,13 +577,12 @@ class GgufReader:
         if found.format in FLOATS:
             is_aligned = content.storage_offset() % 4 == 0  # a file's alignment may be one byte
             return (content if is_aligned else content.clone()).view(FLOATS[found.format]).view(found.shape)
-        dequantise = DEQUANTISERS[found.format]
         block_elements, block_bytes = BLOCKS[found.format]
         blocks = content.view(-1, block_bytes)
         tensor = torch.empty(math.prod(found.shape), dtype=self._dtype)
         slab = GGUF_SLAB_BYTES // block_bytes
         for start in range(0, len(blocks), slab):
-            values = dequantise(blocks[start : start + slab])  # [blocks, elements]
+            values = dequantise(found.format, blocks[start : start + slab])  # [blocks, elements]
             tensor[start * block_elements :][: values.numel()].copy_(values.view(-1))
         return tensor.view(found.shape)
 
@@ -595,167 +594,3 @@ def part_halves(rows: Tensor, num_heads: int) -> Tensor:
     """
     heads = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return heads.transpose(1, 2).reshape(rows.shape)
-
-
-def dequantise_q8_0(blocks: Tensor) -> Tensor:
-    """Scale, 32 signed bytes. blocks: [blocks, 34] bytes → [blocks, 32], float32; other formats likewise."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
-
-
-def dequantise_q4_0(blocks: Tensor) -> Tensor:
-    """Scale, 16 bytes: low nibbles are the first half, high ones the second; 8 is zero."""
-    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_halves(blocks[:, :2]))
-
-
-def dequantise_q4_1(blocks: Tensor) -> Tensor:
-    """As Q4_0, with a minimum after the scale, and no zero."""
-    return _nibbles(blocks[:, 4:]).float().mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
-
-
-def dequantise_q5_1(blocks: Tensor) -> Tensor:
-    """As Q5_0, with a minimum after the scale, and no zero."""
-    numbers = _nibbles(blocks[:, 8:]) | (_fifth_bits(blocks[:, 4:8]) << 4)
-    return numbers.float().mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
-
-
-def dequantise_iq4_nl(blocks: Tensor) -> Tensor:
-    """As Q4_0, of a table's numbers."""
-    return _table_numbers(blocks[:, 2:]).mul_(_halves(blocks[:, :2]))
-
-
-def dequantise_iq4_xs(blocks: Tensor) -> Tensor:
-    """Scale, pairs of high bits of 8 scales, their low halves, then 8 parts as IQ4_NL's.
-
-    Source: ggml-quants.c, dequantize_row_iq4_xs.
-    """
-    pairs = (blocks[:, 2:4].unsqueeze(2) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)).flatten(1) & 3
-    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], 2).flatten(1)
-    scales = (low | (pairs << 4)).float().sub_(32) * _halves(blocks[:, :2])  # [blocks, 8]
-    values = _table_numbers(blocks[:, 8:].reshape(-1, 16)).view(-1, 8, 32)
-    return values.mul_(scales.unsqueeze(2)).view(-1, K_ELEMENTS)
-
-
-def _table_numbers(packed: Tensor) -> Tensor:
-    """[blocks, 16] bytes → [blocks, 32] of IQ4_NUMBERS: low halves first."""
-    return torch.tensor(IQ4_NUMBERS, dtype=torch.float32)[_nibbles(packed).int()]
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """[blocks, bytes] → [blocks, 2 * bytes]: low halves first."""
-    return torch.cat([packed & 15, packed >> 4], 1)
-
-
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """[blocks, 4] bytes → [blocks, 32] of 0 or 1."""
-    return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
-
-
-def dequantise_q5_0(blocks: Tensor) -> Tensor:
-    """Scale, 32 fifth bits, then as Q4_0; 16 is zero."""
-    numbers = _nibbles(blocks[:, 6:]) | (_fifth_bits(blocks[:, 2:6]) << 4)
-    return numbers.float().sub_(16).mul_(_halves(blocks[:, :2]))
-
-
-def dequantise_mxfp4(blocks: Tensor) -> Tensor:
-    """A byte e that stands for 2 ** (e - 127), then as IQ4_NL, of a table of halves."""
-    numbers = torch.tensor(MXFP4_NUMBERS, dtype=torch.float32)[_nibbles(blocks[:, 1:]).int()]
-    return torch.ldexp(numbers, blocks[:, :1].int() - 128)
-
-
-def dequantise_q2_k(blocks: Tensor) -> Tensor:
-    """16 bytes of a scale and a minimum each, 256 pairs of bits, scale of scales, scale of minima.
-
-    Source: ggml-quants.c, dequantize_row_q2_K.
-    """
-    both, scale, lower = blocks[:, :16], _halves(blocks[:, 80:82]), _halves(blocks[:, 82:])
-    values = _bit_pairs(blocks[:, 16:80]).float().mul_((scale * (both & 15).float()).unsqueeze(2))
-    return values.sub_((lower * (both >> 4).float()).unsqueeze(2)).view(-1, K_ELEMENTS)
-
-
-def dequantise_q3_k(blocks: Tensor) -> Tensor:
-    """32 bytes of third bits, of which bit n is part n's, 256 pairs of bits, 16 scales in 6 bits, their scale.
-
-    Source: ggml-quants.c, dequantize_row_q3_K; 4 is zero, and so are 32 of a scale.
-    """
-    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
-    thirds = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).view(-1, 16, 16)
-    low = _nibbles(blocks[:, 96:104])
-    twos = torch.cat([(blocks[:, 104:108] >> shift) & 3 for shift in (0, 2, 4, 6)], 1)
-    scales = (low | (twos << 4)).float().sub_(32) * _halves(blocks[:, 108:])
-    values = (_bit_pairs(blocks[:, 32:96]) | (thirds << 2)).float().sub_(4)
-    return values.mul_(scales.unsqueeze(2)).view(-1, K_ELEMENTS)
-
-
-def _bit_pairs(packed: Tensor) -> Tensor:
-    """[blocks, 64] bytes → [blocks, 16, 16]: of each 32 bytes first all lowest pairs."""
-    packed = packed.reshape(-1, 2, 32)
-    return torch.stack([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], 2).view(-1, 16, 16)
-
-
-def dequantise_q4_k(blocks: Tensor) -> Tensor:
-    """Scales and minima of 8 parts, 256 nibbles: in each 32 bytes first all low, then all high.
-
-    Source: ggml-quants.c, dequantize_row_q4_K.
-    """
-    return _scaled_parts(blocks, _k_nibbles(blocks[:, 16:]))
-
-
-def dequantise_q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, with 32 bytes of fifth bits before the nibbles: their bit n belongs to part n."""
-    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
-    fifths = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1  # [blocks, 8, 32]
-    return _scaled_parts(blocks, _k_nibbles(blocks[:, 48:]) | (fifths << 4))
-
-
-def _k_nibbles(packed: Tensor) -> Tensor:
-    """[blocks, 128] bytes → [blocks, 8, 32]"""
-    packed = packed.reshape(-1, 4, 32)
-    return torch.stack([packed & 15, packed >> 4], 2).view(-1, 8, 32)
-
-
-def _scaled_parts(blocks: Tensor, quants: Tensor) -> Tensor:
-    """Scale of scales, scale of minima, 8 of each in 6 bits. quants: [blocks, 8, 32] → [blocks, 256], float32.
-
-    Source: ggml-quants.c, get_scale_min_k4.
-    """
-    low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # [blocks, 4] each
-    scales = torch.cat([low & 63, (mixed & 15) | ((low >> 2) & 48)], 1).float() * _halves(blocks[:, :2])
-    minima = torch.cat([high & 63, (mixed >> 4) | ((high >> 2) & 48)], 1).float() * _halves(blocks[:, 2:4])
-    return quants.float().mul_(scales.unsqueeze(2)).sub_(minima.unsqueeze(2)).view(-1, K_ELEMENTS)
-
-
-def dequantise_q6_k(blocks: Tensor) -> Tensor:
-    """128 bytes of low nibbles, 64 of high pairs of bits, 16 signed scales, their scale; 32 is zero.
-
-    Source: ggml-quants.c, dequantize_row_q6_K: each half of 128 has 64 bytes of nibbles and 32 of pairs.
-    """
-    low = blocks[:, :128].reshape(-1, 2, 64)
-    nibbles = torch.cat([low & 15, low >> 4], 2).view(-1, 2, 4, 32)
-    pairs = blocks[:, 128:192].reshape(-1, 2, 32)
-    high = torch.stack([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], 2)  # [blocks, 2, 4, 32]
-    scales = blocks[:, 192:208].view(torch.int8).float() * _halves(blocks[:, 208:])
-    values = (nibbles | (high << 4)).float().sub_(32).view(-1, 16, 16)
-    return values.mul_(scales.unsqueeze(2)).view(-1, K_ELEMENTS)
-
-
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DEQUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q8_0": dequantise_q8_0,
-    "Q4_0": dequantise_q4_0,
-    "Q4_1": dequantise_q4_1,
-    "Q5_0": dequantise_q5_0,
-    "Q5_1": dequantise_q5_1,
-    "IQ4_NL": dequantise_iq4_nl,
-    "IQ4_XS": dequantise_iq4_xs,
-    "MXFP4": dequantise_mxfp4,
-    "Q2_K": dequantise_q2_k,
-    "Q3_K": dequantise_q3_k,
-    "Q4_K": dequantise_q4_k,
-    "Q5_K": dequantise_q5_k,
-    "Q6_K": dequantise_q6_k,
-}
-
-
-def _halves(two_bytes: Tensor) -> Tensor:
-    """float16 columns as float32: [blocks, 2] bytes → [blocks, 1]."""
-    return two_bytes.contiguous().view(torch.float16).float()

@@ -16,13 +16,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from gpu.demo.examine import evaluate, report
 from gpu.demo.export import MODEL, Run, export, load_exported, write_card
 from gpu.demo.glossary import Corpus, load_corpus, load_gate
 from gpu.demo.llama import Llama, Shape
-from gpu.demo.muon import Muon
 from gpu.demo.prompts import EARLY, LATE, Mix, Prompter
 from gpu.demo.tokens import Encoder, Sample, train_tokenizer
 
@@ -80,7 +79,7 @@ class Trainer:
         matrices = [p for p in self.model.model.layers.parameters() if p.ndim == 2]
         is_matrix = {id(p) for p in matrices}
         others = [p for p in self.model.parameters() if id(p) not in is_matrix]
-        self.muon = Muon(matrices, plan.matrix_lr, plan.momentum, plan.weight_decay)
+        self.muon = Muon(matrices, plan.matrix_lr, plan.weight_decay, plan.momentum)
         self.adamw = torch.optim.AdamW(others, plan.other_lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.step = 0
         self.loss = 0.0  # running mean

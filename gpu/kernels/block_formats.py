@@ -2,7 +2,7 @@
 
 Blocks lie as gpu/blocks.py says, the same bytes as on a CPU: a word of four inputs' numbers of 64 adjacent outputs is
 256 bytes side by side. A program reads such words, and scales for each group of inputs, and computes number * scale +
-minimum in float32, each operation rounded once, as gpu/checkpoint.py does where it dequantises: the same bits. All is
+minimum in float32, each operation rounded once, as gpu/blocks.py does where it dequantises: the same bits. All is
 read in words, scales too: what is smaller is not copied to shared memory beside the arithmetic.
 """
 

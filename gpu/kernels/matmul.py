@@ -446,7 +446,7 @@ class Matrix:
 
     def launch(self, tile: MatmulTile) -> dict[str, Any]:
         """What multiply and multiply_by_expert both take."""
-        more = {} if self.layout is None else {"enable_fp_fusion": False}  # decoded as gpu/checkpoint.py rounds
+        more = {} if self.layout is None else {"enable_fp_fusion": False}  # decoded as gpu/blocks.py rounds
         return more | {
             "weights": self.values,
             "scales": self.scales,

@@ -20,7 +20,8 @@ from core.gguf import BLOCKS, GgufFile, parse_gguf
 from core.gguf_model import LONG_FACTORS, ROPE_FACTORS, config_of, hugging_face_tensors, num_turned_heads
 from core.plan import SequenceStart
 from gpu import checkpoint as gpu_gguf
-from gpu.checkpoint import DEQUANTISERS, GgufReader, open_checkpoint
+from gpu.blocks import STORED, dequantise
+from gpu.checkpoint import GgufReader, open_checkpoint
 from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
 from gpu.loading import load_runner
@@ -483,13 +484,13 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(factors)
 
 
-@pytest.mark.parametrize("name", list(DEQUANTISERS))
+@pytest.mark.parametrize("name", list(STORED))
 def test_any_block_is_dequantised_as_the_gguf_package_does(name: str) -> None:
     blocks = random_blocks(name, 200, BLOCKS[name][0])
-    assert torch.equal(DEQUANTISERS[name](blocks), torch.from_numpy(gguf.dequantize(blocks.numpy(), Q[name])))
+    assert torch.equal(dequantise(name, blocks), torch.from_numpy(gguf.dequantize(blocks.numpy(), Q[name])))
 
 
-@pytest.mark.parametrize("name", list(DEQUANTISERS))
+@pytest.mark.parametrize("name", list(STORED))
 def test_a_tensor_of_many_slabs_is_read_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_gguf, "GGUF_SLAB_BYTES", 3 * BLOCKS[name][1])
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "qwen2")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from core.gguf import BLOCKS
-from gpu.blocks import FORMATS, BlockWeight, PackedBlocks, why_not_in_place, write_packed
-from gpu.checkpoint import DEQUANTISERS, open_checkpoint
+from gpu.blocks import FORMATS, STORED, BlockWeight, PackedBlocks, dequantise, why_not_in_place, write_packed
+from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
 from gpu.kernels import matmul
 from gpu.kernels.block_formats import LAYOUTS, read_range, read_rows
@@ -41,7 +41,7 @@ __all__ = ["hopper"]  # a fixture
 
 
 def numbers_of(name: str, stored: torch.Tensor) -> torch.Tensor:
-    return DEQUANTISERS[name](stored.reshape(-1, BLOCKS[name][1])).view(len(stored), -1)
+    return dequantise(name, stored.reshape(-1, BLOCKS[name][1])).view(len(stored), -1)
 
 
 def packed_of(name: str, stored: torch.Tensor, device: torch.device) -> PackedBlocks:
@@ -83,7 +83,7 @@ def same_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_format_of_a_file_has_a_layout() -> None:
-    assert LAYOUTS.keys() == DEQUANTISERS.keys()
+    assert LAYOUTS.keys() == STORED.keys()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
