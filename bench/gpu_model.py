@@ -46,7 +46,7 @@ from bench.results import Cell
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.config_json import parse_model_config
 from core.errors import StartupError
-from core.plan import SequenceStart
+from core.plan import SequenceStart, make_plan
 from gpu.device import DeviceChoice
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators, load_runner
@@ -197,7 +197,7 @@ def _check_family(family: str, context: Context) -> Iterator[Row]:
 
 def _logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     """At every place of a prompt, in the first slot and blocks, in steps as large as the runner's: [tokens, vocab]."""
-    from tests.gpu.driver import GREEDY, make_plan
+    from tests.gpu.driver import GREEDY
 
     parts, size = [], runner.limits.max_batch_tokens
     for start in range(0, len(prompt), size):

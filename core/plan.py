@@ -141,6 +141,32 @@ class StepPlan:
         return found
 
 
+def make_plan(
+    rows: Seq[tuple[int, int, Seq[int], bool]],
+    tables: Iterable[tuple[int, int, int]] = (),
+    copies: Iterable[tuple[int, int]] = (),
+    **columns: Any,
+) -> StepPlan:
+    """A plan of a few rows; others are a PlanBuilder's.
+
+    Args:
+        rows: (slot, start, ids of the tokens to compute, whether it samples).
+        tables: (slot, index, block): what is new in block tables.
+        copies: (source, target): blocks that are copied.
+        columns: the others, by name; those left out are empty.
+    """
+    return StepPlan(
+        _int32([slot for slot, _, _, _ in rows]),
+        _int32([start for _, start, _, _ in rows]),
+        _int32([len(token_ids) for _, _, token_ids, _ in rows]),
+        np.array([samples for _, _, _, samples in rows], np.bool_),
+        _int32([token_id for _, _, token_ids, _ in rows for token_id in token_ids]),
+        *np.array([*tables], np.int32).reshape(-1, 3).T.copy(),
+        *np.array([*copies], np.int32).reshape(-1, 2).T.copy(),
+        **columns,
+    )
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What was sampled. A row with drafts appears several times, in order; one that only prefilled not at all.

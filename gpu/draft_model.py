@@ -7,7 +7,7 @@ drafts that were refused is computed over. A sequence that begins as another of 
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -18,7 +18,7 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.drafter import num_common
 from core.drafts import DraftWish, plain_sampling
 from core.errors import StartupError
-from core.plan import Int32Array, SequenceStart, StepPlan
+from core.plan import SequenceStart, make_plan
 from core.sequence import Sequence
 from core.types import SamplingParams
 from gpu.device import choose_device
@@ -163,7 +163,7 @@ class DraftRunner:
             return {}
         starts: list[SequenceStart] = []
         tables: list[tuple[int, int, int]] = []
-        samples: list[bool] = []
+        computed: list[tuple[int, int, list[int], bool]] = []
         for index, (one, start, token_ids) in rows.items():
             sequence, end = one.sequence, start + len(token_ids)
             if not one.is_started:
@@ -171,23 +171,9 @@ class DraftRunner:
             tables += [(one.slot, place, one.blocks[place]) for place in range(one.num_sent, len(one.blocks))]
             one.num_sent = len(one.blocks)
             one.token_ids[start:] = token_ids
-            samples.append(wishes[index].length > 0 and end >= len(sequence.token_ids))
-        table = np.array(tables, np.int32).reshape(-1, 3)
-        copied = np.array(copies, np.int32).reshape(-1, 2)
-        plan = StepPlan(
-            slots=_column(one.slot for one, _, _ in rows.values()),
-            starts=_column(start for _, start, _ in rows.values()),
-            lengths=_column(len(token_ids) for _, _, token_ids in rows.values()),
-            samples=np.array(samples),
-            token_ids=_column(token for _, _, token_ids in rows.values() for token in token_ids),
-            table_slots=table[:, 0],
-            table_positions=table[:, 1],
-            table_blocks=table[:, 2],
-            copy_sources=copied[:, 0],
-            copy_targets=copied[:, 1],
-            sequence_starts=starts,
-        )
-        ticket = self.runner.forward(plan)
+            samples = wishes[index].length > 0 and end >= len(sequence.token_ids)
+            computed.append((one.slot, start, token_ids, samples))
+        ticket = self.runner.forward(make_plan(computed, tables, copies, sequence_starts=starts))
         self.runner.sample(ticket)
         output = self.runner.collect(ticket)
         for row in output.failed_rows:
@@ -255,10 +241,6 @@ class DraftRunner:
 def _start_of(sequence: Drafted, slot: int) -> SequenceStart:
     prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
     return SequenceStart(slot, prompt, len(prompt), plain_sampling(sequence.sampling), sequence.seed, sequence.stop_ids)
-
-
-def _column(values: Iterable[int]) -> Int32Array:
-    return np.fromiter(values, np.int32)
 
 
 def _within(drafts: list[list[int]], vocab_size: int) -> list[list[int]]:

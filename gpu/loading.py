@@ -5,15 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.drafts import DraftModel
 from core.errors import ExitCode, StartupError
-from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
+from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, Ticket, TimedRow, make_plan
 from core.types import SamplingParams
 from gpu.blocks import FORMATS, INT4_FORMATS, why_no_blocks, why_not_in_place
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
@@ -177,10 +175,11 @@ def _step_twice(runner: Runner[Ticket], size: int, params: SamplingParams) -> tu
     start = SequenceStart(0, (0,) * size, size, params, seed=0, stop_ids=())
     took_s = []
     blocks = range(num_blocks_for(size + 1))
-    tables = list(zip(blocks, blocks, strict=True))
+    tables = [(0, position, position) for position in blocks]
     if runner.limits.num_window_blocks is not None:
-        tables += [(position, ~position) for position in blocks]
-    for plan in (_one_row_plan(0, size, tables, [start]), _one_row_plan(size, 1, [], [])):
+        tables += [(0, position, ~position) for position in blocks]
+    prompt = make_plan([(0, 0, start.token_ids, True)], tables, sequence_starts=[start])
+    for plan in (prompt, make_plan([(0, size, (0,), True)])):
         before_s = time.perf_counter()
         ticket = runner.forward(plan)
         runner.sample(ticket)
@@ -193,26 +192,3 @@ def _timed_chunks(limits: RunnerLimits) -> Iterator[int]:
     """TIMED_CHUNKS, cut to what there is room for."""
     most = max(1, min(limits.max_model_len - 1, limits.max_batch_tokens, limits.num_blocks * limits.block_size - 1))
     return (min(size, most) for size in TIMED_CHUNKS)
-
-
-def _one_row_plan(
-    start: int, length: int, tables: list[tuple[int, int]], sequence_starts: list[SequenceStart]
-) -> StepPlan:
-    """Slot 0 computes token 0 at these positions, and samples; it gets blocks: of each its position and number."""
-
-    def column(*values: int) -> Any:
-        return np.array(values, dtype=np.int32)
-
-    return StepPlan(
-        slots=column(0),
-        starts=column(start),
-        lengths=column(length),
-        samples=np.array([True]),
-        token_ids=column(*[0] * length),
-        table_slots=column(*[0] * len(tables)),
-        table_positions=column(*[position for position, _ in tables]),
-        table_blocks=column(*[block for _, block in tables]),
-        copy_sources=column(),
-        copy_targets=column(),
-        sequence_starts=sequence_starts,
-    )

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from core.plan import SequenceStart, StepPlan
+from core.plan import SequenceStart, StepPlan, make_plan
 from core.types import SamplingParams
 from gpu.runner import ModelRunner
 
@@ -68,24 +67,7 @@ def predict(runner: ModelRunner, token_ids: Sequence[int]) -> Predictions:
 
 def _plan(chunk: Sequence[int], start: int, num_prompt_tokens: int) -> StepPlan:
     """A step of a prompt's next tokens, in slot 0, whose blocks are 0, 1, 2 and so on."""
-
-    def column(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        return np.array(values, dtype=np.int32)
-
-    first = -(-start // BLOCK_SIZE)
-    blocks = range(first, -(-(start + len(chunk)) // BLOCK_SIZE))
+    blocks = range(-(-start // BLOCK_SIZE), -(-(start + len(chunk)) // BLOCK_SIZE))
     params = SamplingParams(max_tokens=1, temperature=0.0)
     starts = [SequenceStart(0, tuple(chunk), num_prompt_tokens, params, seed=0, stop_ids=())] if start == 0 else []
-    return StepPlan(
-        slots=column([0]),
-        starts=column([start]),
-        lengths=column([len(chunk)]),
-        samples=np.array([True]),
-        token_ids=column(chunk),
-        table_slots=column([0] * len(blocks)),
-        table_positions=column(blocks),
-        table_blocks=column(blocks),
-        copy_sources=column([]),
-        copy_targets=column([]),
-        sequence_starts=starts,
-    )
+    return make_plan([(0, start, chunk, True)], ((0, block, block) for block in blocks), sequence_starts=starts)

@@ -18,25 +18,14 @@ from bench.kit import PIECES, CpuTimes, cpu_times
 from bench.load import LoadConfig, LoadResult, LoadRun, run_on_fast_loop
 from bench.null_server import NullRunner, Pace
 from bench.raw_clients import Load, run
-from core.plan import RunnerLimits, StepPlan
+from core.plan import RunnerLimits, StepPlan, make_plan
 
 LIMITS = RunnerLimits(8, 16, 4, 64, 128, 1_000)
 
 
 def plan_of(starts: list[int], lengths: list[int], samples: list[bool]) -> StepPlan:
-    nothing = np.empty(0, np.int32)
-    return StepPlan(
-        slots=np.arange(len(starts), dtype=np.int32),
-        starts=np.array(starts, np.int32),
-        lengths=np.array(lengths, np.int32),
-        samples=np.array(samples),
-        token_ids=np.zeros(sum(lengths), np.int32),
-        table_slots=nothing,
-        table_positions=nothing,
-        table_blocks=nothing,
-        copy_sources=nothing,
-        copy_targets=nothing,
-    )
+    rows = zip(starts, lengths, samples, strict=True)
+    return make_plan([(slot, start, [0] * length, one) for slot, (start, length, one) in enumerate(rows)])
 
 
 def test_null_runner_waits_for_the_step_and_gives_each_sampling_row_a_token() -> None:

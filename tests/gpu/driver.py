@@ -5,36 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from core.config import BLOCK_SIZE
-from core.plan import Runner, SequenceStart, StepOutput, StepPlan
+from core.plan import Runner, SequenceStart, StepOutput, StepPlan, make_plan
 from core.types import Adapter, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
-
-
-def int32(values: list[int]) -> npt.NDArray[np.int32]:
-    return np.array(values, dtype=np.int32)
-
-
-def make_plan(rows: list[tuple[int, int, list[int], bool]], **columns: Any) -> StepPlan:
-    """A plan of rows (slot, start, token ids, samples); the other columns by name, empty when left out."""
-    tables = columns.pop("tables", [])  # (slot, index, block)
-    copies = columns.pop("copies", [])  # (source, target)
-    return StepPlan(
-        slots=int32([row[0] for row in rows]),
-        starts=int32([row[1] for row in rows]),
-        lengths=int32([len(row[2]) for row in rows]),
-        samples=np.array([row[3] for row in rows], dtype=np.bool_),
-        token_ids=int32([token_id for row in rows for token_id in row[2]]),
-        table_slots=int32([table[0] for table in tables]),
-        table_positions=int32([table[1] for table in tables]),
-        table_blocks=int32([table[2] for table in tables]),
-        copy_sources=int32([copy[0] for copy in copies]),
-        copy_targets=int32([copy[1] for copy in copies]),
-        **columns,
-    )
 
 
 @dataclass

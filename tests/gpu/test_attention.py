@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from core.config import Sight
-from core.plan import SequenceStart
+from core.plan import SequenceStart, make_plan
 from gpu.attention import PLAIN, DecodeGroup, PromptGroup, TorchAttention
 from gpu.kv_cache import LayerKV
 from tests.gpu.built import Builder
-from tests.gpu.driver import GREEDY, make_plan
+from tests.gpu.driver import GREEDY
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, HEAD_DIM = 40, 8

@@ -18,7 +18,7 @@ from core.config_json import parse_model_config
 from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS, GgufFile, parse_gguf
 from core.gguf_model import LONG_FACTORS, ROPE_FACTORS, config_of, hugging_face_tensors, num_turned_heads
-from core.plan import SequenceStart
+from core.plan import SequenceStart, make_plan
 from gpu import checkpoint as gpu_gguf
 from gpu.blocks import STORED, dequantise
 from gpu.checkpoint import GgufReader, open_checkpoint
@@ -31,7 +31,7 @@ from gpu.weights import load_weights
 from server.model_files import parse_config, read_model_config, tasks_in
 from tests.gguf_files import Q, parsed, quantised_numbers, random_blocks, with_split_keys, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress
-from tests.gpu.driver import GREEDY, Driver, make_plan
+from tests.gpu.driver import GREEDY, Driver
 from tests.oracle import FAMILIES, Oracle, read_config, save_random_model
 
 PROMPT = [3, 141, 59, 26, 5, 35, 89, 79]

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from core.config import ExpertsConfig, RopeConfig
+from core.plan import make_plan
 from gpu.layers import Rope, apply_rope, rope_frequencies, shares_of, sigmoid
 from gpu.operators import Operators
 from gpu.runner import ModelRunner
 from tests.gpu.conftest import ENGINE, open_runner
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 from tests.oracle import KINDS, Oracle
 
 NUM_TOKENS, NUM_FIRST = 32, 8

@@ -17,6 +17,7 @@ from core.config_json import parse_model_config
 from core.drafter import DraftBudget
 from core.drafts import DraftModel, DraftWish
 from core.gguf_model import config_of
+from core.plan import make_plan
 from core.scheduler import Scheduler
 from core.types import EngineStats, Request, SamplingParams
 from gpu.checkpoint import open_checkpoint
@@ -30,7 +31,6 @@ from tests import fp8_files, oracle
 from tests.fakes import FakeClock, make_request
 from tests.gguf_files import parsed, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
-from tests.gpu.driver import make_plan
 from tests.gpu.test_overlap import EOS, draw_workload
 from tests.gpu.test_speculation import run, with_every_setting
 from tests.oracle import Oracle, read_config, save_random_model

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from core.plan import PENDING, Int32Array, SequenceStart, StepOutput, StepPlan
+from core.plan import PENDING, Int32Array, SequenceStart, StepOutput, StepPlan, make_plan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.runner import ModelRunner, StepTicket, steps_in_flight
 from tests.fakes import FakeClock
-from tests.gpu.driver import make_plan
 from tests.workload import Names, Outcome, Workload, WorkloadRun
 
 EOS = 2

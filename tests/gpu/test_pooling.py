@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.plan import PooledRow
+from core.plan import PooledRow, make_plan
 from core.types import Pooling, Submit
 from gpu.runner import NOT_FINITE, ModelRunner
 from tests.fakes import engine_over, make_request
 from tests.gpu.conftest import ENGINE, open_runner
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 from tests.oracle import Oracle
 
 LAST, MEAN = Pooling("last"), Pooling("mean")

@@ -15,6 +15,7 @@ from torch import Tensor
 from core.config import EngineConfig
 from core.config_json import parse_model_config
 from core.errors import BadCheckpoint
+from core.plan import make_plan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu import parameters
@@ -29,7 +30,7 @@ from tests import fp8_files, packed_files
 from tests.fakes import FakeClock
 from tests.fp8_files import BLOCKS, SCHEMES, WHOLE
 from tests.gpu.conftest import ENGINE, load_whole, no_progress, open_runner
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 from tests.gpu.late_streams import LateStreams
 from tests.gpu.test_memory_plan import BF16, CUDA
 from tests.oracle import Oracle, read_config, save_random_model

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import gpu.sampler
-from core.plan import PromptTargets
+from core.plan import PromptTargets, make_plan
 from core.types import Request, SamplingParams, Submit, TokenLogprobs
 from gpu.runner import NOT_FINITE, ModelRunner
 from tests.fakes import engine_over
 from tests.gpu.conftest import ENGINE, open_runner
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 from tests.oracle import KINDS, Oracle
 
 Told = dict[str, list[TokenLogprobs]]

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.errors import StartupError
+from core.plan import make_plan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.recurrence import read_states
 from gpu.runner import ModelRunner
 from tests.fakes import FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
-from tests.gpu.driver import make_plan
 from tests.gpu.operator_cases import noise
 from tests.gpu.test_overlap import EOS, draw_workload
 from tests.oracle import Oracle

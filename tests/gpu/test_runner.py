@@ -13,13 +13,13 @@ import torch
 from core.config import EngineConfig
 from core.config_json import parse_model_config
 from core.errors import BadCheckpoint, NotEnoughMemory
-from core.plan import SequenceStart
+from core.plan import SequenceStart, make_plan
 from core.types import SamplingParams, TokenLogprobs
 from gpu.loading import load_runner
 from gpu.memory_plan import estimate
 from gpu.runner import NOT_FINITE, ModelRunner
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
-from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
+from tests.gpu.driver import GREEDY, DrivenSequence, Driver
 from tests.oracle import KINDS, read_config
 
 PROMPT = list(range(10, 45))

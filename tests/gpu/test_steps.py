@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from core.config import BLOCK_SIZE, Sight
-from core.plan import PENDING, SequenceStart
+from core.plan import PENDING, SequenceStart, make_plan
 from gpu.attention import (
     CONTEXT_STEP,
     MAX_GATHERED_TOKENS,
@@ -18,7 +18,7 @@ from gpu.attention import (
 from gpu.step_shapes import StepShape
 from gpu.steps import BlockTables, inputs_in, lay_out, num_inputs, pack, rows_by_sight
 from tests.gpu.built import SCRATCH, Builder
-from tests.gpu.driver import GREEDY, make_plan
+from tests.gpu.driver import GREEDY
 
 
 def of_prompts(num_slots: int, num_tokens: int = 4096) -> list[SequenceStart]:

@@ -7,11 +7,12 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig
+from core.plan import make_plan
 from gpu.cpu_kernels import support
 from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags, num_physical_cores
 from tests.gpu.conftest import open_runner
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 
 if not cpu_flags() >= NEEDED_FLAGS:
     pytest.skip("needs a CPU with AVX2", allow_module_level=True)

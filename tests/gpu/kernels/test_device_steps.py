@@ -15,7 +15,7 @@ from msgspec import structs
 from core.config import BLOCK_SIZE, EngineConfig
 from core.config_json import parse_model_config
 from core.kv_cache import least_window_blocks
-from core.plan import PENDING, StepOutput, StepPlan
+from core.plan import PENDING, StepOutput, StepPlan, make_plan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.kernels.rows import DeviceRows
@@ -28,7 +28,7 @@ from gpu.step_shapes import StepShape, step_shapes
 from gpu.steps import Steps
 from tests.fakes import FakeClock
 from tests.gpu.conftest import ENGINE, no_progress
-from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
+from tests.gpu.driver import GREEDY, DrivenSequence, Driver
 from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.interpreted import find_interpreted
 from tests.gpu.test_overlap import draw_sampling, run

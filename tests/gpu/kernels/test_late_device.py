@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from core.config import EngineConfig
-from core.plan import StepPlan
+from core.plan import StepPlan, make_plan
 from core.types import SamplingParams
 from gpu.runner import ModelRunner, StepTicket
 from gpu.step_graphs import Graph
 from gpu.streams import Streams
 from tests.gpu.conftest import ENGINE
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.test_device_steps import (  # noqa: F401  # fixtures are found by their names
     draw_workload,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from core.config import EngineConfig
+from core.plan import make_plan
 from gpu.parallel.processes import Answer, Job, Load, Refusal, Step, read_message, write_message
-from tests.gpu.driver import make_plan
 from tests.gpu.test_memory_plan import MODEL
 
 PLAN = make_plan([(3, 0, [5, -1, 7], False), (1, 16, [9], True)])

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from core.config_json import parse_model_config
 from core.errors import ExitCode, StartupError
-from core.plan import DeviceError, Int32Array, StepOutput
+from core.plan import DeviceError, Int32Array, StepOutput, make_plan
 from gpu.parallel.processes import Followers, Job, Step
 from gpu.parallel.ranks import Ranks, close
 from gpu.parallel.runner import ParallelRunner, load_parallel_runner
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 from tests.gpu.test_model import make_prompt
 from tests.gpu.test_overlap import draw_workload, run
 from tests.oracle import read_config

@@ -11,7 +11,7 @@ import torch
 from core.config import EngineConfig, ExpertsConfig
 from core.config_json import parse_model_config
 from core.errors import StartupError
-from core.plan import PromptTargets
+from core.plan import PromptTargets, make_plan
 from core.prequantized import Fp8Config, PackedConfig
 from gpu.checkpoint import open_checkpoint
 from gpu.memory_plan import MemoryPlan
@@ -22,7 +22,7 @@ from gpu.quant import dequantize, quantize
 from gpu.weights import AS_THEY_ARE, MatrixForm
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, load_whole, no_progress, open_runner
-from tests.gpu.driver import Driver, make_plan
+from tests.gpu.driver import Driver
 from tests.gpu.parallel.lockstep import Lockstep
 from tests.gpu.test_memory_plan import MODEL
 from tests.gpu.test_model import make_prompt
