@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -31,19 +30,21 @@ LEAST_MEASURED = 16  # tokens that it lacked, for a step to tell what one costs
 COMPARED = 512  # tokens at a time
 
 
-class Drafted(Protocol):
-    """A sequence as a draft model reads it; see Sequence."""
+@dataclass(slots=True, eq=False)
+class Shifted:
+    """A sequence as the model's own head reads it (gpu/mtp.py): the tokens behind that at `first`, of source's."""
 
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
+    source: Sequence
+    first: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+
+
+Drafted = Sequence | Shifted
+"""A sequence as a draft model reads it"""
 
 
 @dataclass(slots=True, eq=False)

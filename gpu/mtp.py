@@ -10,7 +10,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
 import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from core.config import BLOCK_SIZE, ModelConfig
 from core.drafts import DraftWish
 from core.plan import StepOutput, StepPlan
 from core.sequence import Sequence
-from core.types import SamplingParams
-from gpu.draft_model import Drafted, Draftee, DraftRunner, Rows
+from gpu.draft_model import Drafted, Draftee, DraftRunner, Rows, Shifted
 from gpu.kv_cache import zeros
 from gpu.linear import make_linear
 from gpu.memory_plan import MemoryPlan
@@ -91,31 +90,6 @@ class MtpRunner(ModelRunner):
         return super().collect(ticket)
 
 
-@dataclass(slots=True, eq=False)
-class _Shifted:
-    """A sequence as the head reads it: the tokens that follow those from position `first` on."""
-
-    source: Sequence
-    first: int
-    token_ids: list[int]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return max(0, self.source.num_prompt_tokens - self.first - 1)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.source.sampling
-
-    @property
-    def seed(self) -> int:
-        return self.source.seed
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self.source.stop_ids
-
-
 class MtpDrafts(DraftRunner):
     """
     Args:
@@ -131,7 +105,7 @@ class MtpDrafts(DraftRunner):
     ) -> None:
         super().__init__(runner, vocab_size, clock)
         self._head_runner, self._states = runner, states
-        self._shifted: dict[Sequence, _Shifted] = {}
+        self._shifted: dict[Sequence, Shifted] = {}
         self._own: dict[int, Tensor] = {}  # by wish: the head's state of what it has drafted last, [1, hidden]
 
     def clear(self) -> None:
@@ -151,12 +125,14 @@ class MtpDrafts(DraftRunner):
             shifted = None
         if shifted is None:
             self._shifted = {source: one for source, one in self._shifted.items() if one in self._known}
-            shifted = self._shifted[sequence] = _Shifted(sequence, oldest, [])
+            num_prompt = max(0, sequence.num_prompt_tokens - oldest - 1)
+            settings = sequence.sampling, sequence.seed, sequence.stop_ids
+            shifted = self._shifted[sequence] = Shifted(sequence, oldest, [], num_prompt, *settings)
         known = self._num_sure(shifted)
         shifted.token_ids[known:] = sequence.token_ids[shifted.first + 1 + known :]
         return shifted
 
-    def _num_sure(self, shifted: _Shifted) -> int:
+    def _num_sure(self, shifted: Shifted) -> int:
         one = self._known.get(shifted)
         return 0 if one is None else one.num_sure
 
@@ -174,7 +150,7 @@ class MtpDrafts(DraftRunner):
         with torch.inference_mode():
             for index, (one, start, token_ids) in rows.items():
                 shifted, end = one.sequence, start + len(token_ids)
-                assert isinstance(shifted, _Shifted), "read() says so"
+                assert isinstance(shifted, Shifted), "read() says so"
                 runner.offsets[one.slot] = shifted.first + 1
                 places = [one.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, end)]
                 if end <= len(shifted.token_ids):
