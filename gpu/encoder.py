@@ -4,7 +4,9 @@ A prompt is computed whole, in one step, beside others of any lengths: the token
 attention, where prompts of like lengths go together, pads the shorter ones. What blocks add up to stays in float32.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +26,12 @@ from gpu.linear import Linear, has_onednn, make_linear
 from gpu.pooling import Pooled, Pooler, pooled_tokens
 from gpu.runner import NOT_FINITE
 
-PREFIXES = ("bert.", "roberta.", "model.")  # of the encoder, in a model that has a head
 HEADS = ("cls.", "lm_head.", "pooler.", "classifier.", "head.", "decoder.")  # left out where they are not computed
+HEAD_NAMES = {  # of the classification head's two matrices
+    "bert": ("pooler.dense", "classifier"),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "modernbert": ("head.dense", "classifier"),
+}
 LIKE_LENGTHS = 0.75  # of the longest of the prompts that attend together
 SCRATCH_FACTOR = 4  # of a step's widest activations, in float32
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,9 +80,10 @@ def plan_encoder(directory: Path, config: EncoderConfig, engine: EngineConfig) -
     choice, checkpoint = choose_device(engine), open_checkpoint(directory)
     if engine.dtype == "auto" and choice.device.type == "cpu":  # in bfloat16 cosines to float32 fall below 0.9999
         choice = replace(choice, dtype=torch.float32, dtype_reason="for embeddings")
-    names = _Names(config, checkpoint)
-    names.check()
-    num_parameters = sum(int(np.prod(checkpoint.tensors[name].shape)) for name in names.wanted.values())
+    parameters = _Parameters(checkpoint, choice.dtype, choice.device)
+    Encoder(config, parameters)
+    parameters.check()
+    num_parameters = sum(math.prod(shape) for shape in parameters.shapes.values())
     length = min(config.max_position, engine.max_model_len or config.max_position)
     num_tokens = max(engine.max_batch_tokens, length)
     width = 3 * config.hidden_size + 2 * config.intermediate_size
@@ -105,19 +112,34 @@ def load_encoder(directory: Path, config: EncoderConfig, engine: EngineConfig, p
     """
     plan = plan_encoder(directory, config, engine)
     apply_threads(plan.device)
-    with torch.inference_mode():
-        return EncoderRunner(plan, engine, Encoder(plan, progress))
+    dtype, device = plan.device.dtype, plan.device.device
+    with torch.inference_mode(), TensorSource(plan.checkpoint, dtype, progress) as source:
+        encoder = Encoder(config, _Parameters(plan.checkpoint, dtype, device, source))
+        source.finish()
+        return EncoderRunner(plan, engine, encoder)
 
 
-class _Names:
-    """Which of a checkpoint's tensors an encoder needs, by names without the prefix."""
+class _Parameters:
+    """An encoder's tensors, by names without the prefix.
 
-    def __init__(self, config: EncoderConfig, checkpoint: Checkpoint) -> None:
-        self._config, self._checkpoint = config, checkpoint
-        stored = checkpoint.tensors
-        first = "embeddings.tok_embeddings.weight" if config.is_modern else "embeddings.word_embeddings.weight"
-        self._prefix = next((prefix for prefix in PREFIXES if prefix + first in stored), "")
-        self.wanted = {name: self._stored(name) for name in self._names()}
+    Args:
+        source: None: nothing is read, tensors are shapes alone (of torch's device meta).
+
+    Attributes:
+        shapes: that were asked for, by stored names.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, source: TensorSource | None = None
+    ) -> None:
+        self._checkpoint, self._source, self.dtype = checkpoint, source, dtype
+        self.device = torch.device("meta") if source is None else device
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        is_first = re.compile(r"(bert\.|roberta\.|model\.)embeddings\.(tok|word)_embeddings\.weight").fullmatch
+        self._prefix = next((found[1] for name in checkpoint.tensors if (found := is_first(name))), "")
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored(name) in self._checkpoint.tensors
 
     def _stored(self, name: str) -> str:
         """Heads lie beside the encoder, BERT's pooler within."""
@@ -128,77 +150,44 @@ class _Names:
             return old if old in self._checkpoint.tensors else stored
         return stored
 
-    def _names(self) -> Iterator[str]:
-        config = self._config
-        if config.is_modern:
-            yield "embeddings.tok_embeddings.weight"
-            yield from self._parts("embeddings.norm", config.has_norm_bias)
-            for index in range(config.num_layers):
-                if index:
-                    yield from self._parts(f"layers.{index}.attn_norm", config.has_norm_bias)
-                yield from self._parts(f"layers.{index}.mlp_norm", config.has_norm_bias)
-                for name in ("attn.Wqkv", "attn.Wo"):
-                    yield from self._parts(f"layers.{index}.{name}", config.has_attention_bias)
-                for name in ("mlp.Wi", "mlp.Wo"):
-                    yield from self._parts(f"layers.{index}.{name}", config.has_mlp_bias)
-            yield from self._parts("final_norm", config.has_norm_bias)
-            if config.num_scores:
-                yield from self._parts("head.dense", "head.dense.bias" in self._checkpoint.tensors)
-                yield from self._parts("head.norm", config.has_norm_bias)
-                yield from self._parts("classifier", True)
-            return
-        for name in ("word", "position", "token_type"):
-            yield f"embeddings.{name}_embeddings.weight"
-        yield from self._parts("embeddings.LayerNorm", True)
-        for index in range(config.num_layers):
-            for name in (
-                *(f"attention.self.{one}" for one in ("query", "key", "value")),
-                *("attention.output.dense", "attention.output.LayerNorm"),
-                *("intermediate.dense", "output.dense", "output.LayerNorm"),
-            ):
-                yield from self._parts(f"encoder.layer.{index}.{name}", True)
-        if config.num_scores:
-            is_bert = config.family == "bert"
-            for name in ("pooler.dense", "classifier") if is_bert else ("classifier.dense", "classifier.out_proj"):
-                yield from self._parts(name, True)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        stored, dtype = self._stored(name), dtype or self.dtype
+        self.shapes[stored] = shape
+        if self._source is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._source.tensor(stored).to(self.device, dtype, copy=True)
 
-    def _parts(self, name: str, has_bias: bool) -> Iterator[str]:
-        yield f"{name}.weight"
-        if has_bias:
-            yield f"{name}.bias"
+    def linear(
+        self, out_size: int, in_size: int, *names: str, has_bias: bool = True, dtype: torch.dtype | None = None
+    ) -> Linear:
+        """Of several matrices [out_size, in_size], one after the other."""
+        dtype = dtype or self.dtype
+        weight = torch.cat([self.tensor(f"{name}.weight", out_size, in_size, dtype=dtype) for name in names])
+        bias = torch.cat([self.tensor(f"{name}.bias", out_size, dtype=dtype) for name in names]) if has_bias else None
+        is_packed = dtype == torch.bfloat16 and has_onednn(dtype, self.device)
+        return make_linear(weight, bias, is_packed=is_packed)
 
-    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Of matrices, by the ends of their names, the longer ones first."""
-        config, hidden, inner = self._config, self._config.hidden_size, self._config.intermediate_size
-        yield "tok_embeddings.weight", (config.vocab_size, hidden)
-        yield "word_embeddings.weight", (config.vocab_size, hidden)
-        yield "position_embeddings.weight", (config.first_position + config.max_position, hidden)
-        yield "token_type_embeddings.weight", (config.num_types, hidden)
-        yield "Wqkv.weight", (3 * hidden, hidden)
-        yield "mlp.Wi.weight", (2 * inner, hidden)
-        yield "mlp.Wo.weight", (hidden, inner)
-        yield "intermediate.dense.weight", (inner, hidden)
-        for end in ("attn.Wo.weight", "attention.output.dense.weight", "query.weight", "key.weight", "value.weight"):
-            yield end, (hidden, hidden)
-        yield "output.dense.weight", (hidden, inner)
+    def norm(self, config: EncoderConfig, name: str) -> Norm:
+        size, eps = config.hidden_size, config.norm_eps
+        weight = self.tensor(f"{name}.weight", size, dtype=torch.float32)
+        bias = self.tensor(f"{name}.bias", size, dtype=torch.float32) if config.has_norm_bias else None
+        return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def check(self) -> None:
         """
         Raises:
-            BadCheckpoint: tensors are missing, unknown, or of another shape.
+            BadCheckpoint: tensors are missing, unknown, or of another shape than was asked for.
         """
         stored, where = self._checkpoint.tensors, self._checkpoint.path
-        if missing := sorted(set(self.wanted.values()) - stored.keys()):
+        if missing := sorted(self.shapes.keys() - stored.keys()):
             raise bad_checkpoint(f"{where}: {len(missing)} tensors are missing: {named_tensors(missing)}.")
-        for name, found in self.wanted.items():
-            shape = next((shape for end, shape in self._shapes() if name.endswith(end)), stored[found].shape)
-            if stored[found].shape != shape:
+        for name, shape in self.shapes.items():
+            if stored[name].shape != shape:
                 asked = f"the configuration asks for {list(shape)}"
-                raise bad_checkpoint(f"{where}: {found} has the shape {list(stored[found].shape)}, {asked}.")
-        others = stored.keys() - set(self.wanted.values())
+                raise bad_checkpoint(f"{where}: {name} has the shape {list(stored[name].shape)}, {asked}.")
         unknown = sorted(
             name
-            for name in others
+            for name in stored.keys() - self.shapes.keys()
             if not name.removeprefix(self._prefix).startswith(HEADS)
             and not is_buffer(name, stored[name].shape)
             and not name.endswith("position_ids")
@@ -238,92 +227,71 @@ class _Group:
     masks: Mapping[int | None, Tensor | None]
 
 
+def _modern_layer(config: EncoderConfig, parameters: _Parameters, index: int) -> _Layer:
+    size, inner, layer = config.hidden_size, config.intermediate_size, f"layers.{index}"
+    attention = partial(parameters.linear, has_bias=config.has_attention_bias)
+    mlp, norm = partial(parameters.linear, has_bias=config.has_mlp_bias), partial(parameters.norm, config)
+    return _Layer(
+        qkv=attention(3 * size, size, f"{layer}.attn.Wqkv"),
+        output=attention(size, size, f"{layer}.attn.Wo"),
+        up=mlp(2 * inner, size, f"{layer}.mlp.Wi"),
+        down=mlp(size, inner, f"{layer}.mlp.Wo"),
+        attention_norm=norm(f"{layer}.attn_norm") if index else None,
+        mlp_norm=norm(f"{layer}.mlp_norm"),
+        window=config.windows[index],
+        theta=config.thetas[index],
+    )
+
+
+def _bert_layer(config: EncoderConfig, parameters: _Parameters, index: int) -> _Layer:
+    size, inner, layer = config.hidden_size, config.intermediate_size, f"encoder.layer.{index}"
+    return _Layer(
+        qkv=parameters.linear(size, size, *(f"{layer}.attention.self.{one}" for one in ("query", "key", "value"))),
+        output=parameters.linear(size, size, f"{layer}.attention.output.dense"),
+        up=parameters.linear(inner, size, f"{layer}.intermediate.dense"),
+        down=parameters.linear(size, inner, f"{layer}.output.dense"),
+        attention_norm=parameters.norm(config, f"{layer}.attention.output.LayerNorm"),
+        mlp_norm=parameters.norm(config, f"{layer}.output.LayerNorm"),
+        window=None,
+        theta=0.0,
+    )
+
+
+def _make_head(config: EncoderConfig, parameters: _Parameters) -> Linear:
+    """[prompts, hidden] to [prompts, scores], in float32."""
+    dense_name, last_name = HEAD_NAMES[config.family]
+    make, size = partial(parameters.linear, dtype=torch.float32), config.hidden_size
+    has_bias = not config.is_modern or f"{dense_name}.bias" in parameters
+    dense, last = make(size, size, dense_name, has_bias=has_bias), make(config.num_scores, size, last_name)
+    if not config.is_modern:
+        return lambda x: last(torch.tanh(dense(x.float())))
+    norm, activate = parameters.norm(config, "head.norm"), ACTIVATIONS[config.head_activation]
+    return lambda x: last(norm(activate(dense(x.float()))))
+
+
 class Encoder:
     """The model: token ids to last hidden states."""
 
-    def __init__(self, plan: EncoderPlan, progress: Progress) -> None:
-        self.config = config = plan.config
-        self._dtype, self._names = plan.device.dtype, _Names(config, plan.checkpoint)
-        self._device = plan.device.device
-        with TensorSource(plan.checkpoint, self._dtype, progress) as source:
-            self._source = source
-            table = "tok" if config.is_modern else "word"
-            self._tokens = self._tensor(f"embeddings.{table}_embeddings.weight")  # [vocab, hidden]
-            self._norm = self._make_norm("embeddings.norm" if config.is_modern else "embeddings.LayerNorm")
-            self._final_norm: Norm | None = None
-            if config.is_modern:
-                self._final_norm = self._make_norm("final_norm")
-            else:
-                positions = self._tensor("embeddings.position_embeddings.weight")
-                self._positions = positions[config.first_position :]  # [positions, hidden]
-                self._types = self._tensor("embeddings.token_type_embeddings.weight")  # [types, hidden]
-            self._layers = [self._layer(index) for index in range(config.num_layers)]
-            self.head = self._make_head() if config.num_scores else None
-            source.finish()
+    def __init__(self, config: EncoderConfig, parameters: _Parameters) -> None:
+        self.config, self._dtype, self._device = config, parameters.dtype, parameters.device
+        size, table = config.hidden_size, "tok" if config.is_modern else "word"
+        tensor, norm = parameters.tensor, partial(parameters.norm, config)
+        self._tokens = tensor(f"embeddings.{table}_embeddings.weight", config.vocab_size, size)  # [vocab, hidden]
+        self._norm = norm("embeddings.norm" if config.is_modern else "embeddings.LayerNorm")
+        self._final_norm: Norm | None = None
+        if config.is_modern:
+            self._final_norm = norm("final_norm")
+        else:
+            first = config.first_position
+            positions = tensor("embeddings.position_embeddings.weight", first + config.max_position, size)
+            self._positions = positions[first:]  # [positions, hidden]
+            self._types = tensor("embeddings.token_type_embeddings.weight", config.num_types, size)  # [types, hidden]
+        make = _modern_layer if config.is_modern else _bert_layer
+        self._layers = [make(config, parameters, index) for index in range(config.num_layers)]
+        self.head = _make_head(config, parameters) if config.num_scores else None
         self._activation = ACTIVATIONS[config.activation]
         dims = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
         self._frequencies = {theta: (1.0 / theta**dims).to(self._device) for theta in config.thetas}
-
-    # Its parameters
-
-    def _tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self._source.tensor(self._names.wanted[name]).to(self._device, dtype or self._dtype, copy=True)
-
-    def _make_linear(self, *names: str, dtype: torch.dtype | None = None) -> Linear:
-        """Of several matrices, one after the other."""
-        dtype = dtype or self._dtype
-        weight = torch.cat([self._tensor(f"{name}.weight", dtype) for name in names])
-        bias = None
-        if f"{names[0]}.bias" in self._names.wanted:
-            bias = torch.cat([self._tensor(f"{name}.bias", dtype) for name in names])
-        is_packed = dtype == torch.bfloat16 and has_onednn(dtype, self._device)
-        return make_linear(weight, bias, is_packed=is_packed)
-
-    def _make_norm(self, name: str) -> Norm:
-        weight = self._tensor(f"{name}.weight", torch.float32)
-        bias = self._tensor(f"{name}.bias", torch.float32) if f"{name}.bias" in self._names.wanted else None
-        return lambda x: F.layer_norm(x, weight.shape, weight, bias, self.config.norm_eps)
-
-    def _layer(self, index: int) -> _Layer:
-        config = self.config
-        if config.is_modern:
-            layer = f"layers.{index}"
-            return _Layer(
-                qkv=self._make_linear(f"{layer}.attn.Wqkv"),
-                output=self._make_linear(f"{layer}.attn.Wo"),
-                up=self._make_linear(f"{layer}.mlp.Wi"),
-                down=self._make_linear(f"{layer}.mlp.Wo"),
-                attention_norm=self._make_norm(f"{layer}.attn_norm") if index else None,
-                mlp_norm=self._make_norm(f"{layer}.mlp_norm"),
-                window=config.windows[index],
-                theta=config.thetas[index],
-            )
-        layer = f"encoder.layer.{index}"
-        return _Layer(
-            qkv=self._make_linear(*(f"{layer}.attention.self.{name}" for name in ("query", "key", "value"))),
-            output=self._make_linear(f"{layer}.attention.output.dense"),
-            up=self._make_linear(f"{layer}.intermediate.dense"),
-            down=self._make_linear(f"{layer}.output.dense"),
-            attention_norm=self._make_norm(f"{layer}.attention.output.LayerNorm"),
-            mlp_norm=self._make_norm(f"{layer}.output.LayerNorm"),
-            window=None,
-            theta=0.0,
-        )
-
-    def _make_head(self) -> Linear:
-        """[prompts, hidden] to [prompts, scores], in float32."""
-        config, make = self.config, partial(self._make_linear, dtype=torch.float32)
-        if config.is_modern:
-            dense, last, norm = make("head.dense"), make("classifier"), self._make_norm("head.norm")
-            activate = ACTIVATIONS[config.head_activation]
-            return lambda x: last(norm(activate(dense(x.float()))))
-        names = (
-            ("pooler.dense", "classifier") if config.family == "bert" else ("classifier.dense", "classifier.out_proj")
-        )
-        dense, last = map(make, names)
-        return lambda x: last(torch.tanh(dense(x.float())))
-
-    # What it computes
 
     def forward(self, token_ids: Tensor, lengths: list[int], seconds_from: list[int]) -> Tensor:
         """Last hidden states: [tokens, hidden], float32.
