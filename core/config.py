@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from core.config_fields import Traits
-from core.prequantized import Fp8Config, PackedConfig
+from core.prequantized import Packing
 
 BLOCK_SIZE = 16  # tokens per KV block
 INTER_TOKEN_TARGET = 1.6  # of EngineConfig
@@ -370,7 +370,7 @@ class ModelConfig(Traits):
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
         factors: what tensors of a layer are multiplied by while they load, by their usual names.
         has_unknown_factors: the checkpoint's matrices are multiplied by factors that it does not tell.
-        packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
+        packing: how the checkpoint's matrices are quantised; None: they are floats (or mxfp4, see experts).
         recurrence: of its recurrent layers; None: all attend.
         inputs, streams: None: it has none.
         num_scores: of a classification head in the generating one's place; 0: it has none.
@@ -409,8 +409,7 @@ class ModelConfig(Traits):
     factors: tuple[tuple[str, float], ...] = ()
     has_unknown_factors: bool = False
     tie_embeddings: bool = False
-    packed: PackedConfig | None = None
-    fp8: Fp8Config | None = None
+    packing: Packing | None = None
     num_draft_layers: int = 0
     num_scores: int = 0
     dtype: str | None = None
@@ -451,11 +450,6 @@ class ModelConfig(Traits):
         """The one layer of the head that predicts the token after the next, as a model of its own."""
         layer = LayerConfig(self.rope, is_sparse=self.experts is not None)
         return replace(self, num_layers=1, layers=(layer,), recurrence=None, num_draft_layers=0, num_scores=0)
-
-    @property
-    def packing(self) -> PackedConfig | Fp8Config | None:
-        """How the checkpoint's matrices are quantised."""
-        return self.packed or self.fp8
 
     @property
     def sights(self) -> tuple[Sight, ...]:

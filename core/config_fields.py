@@ -206,24 +206,6 @@ def token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def read_quantization(
-    config: Mapping[str, Any], neutral: Mapping[str, Mapping[str, tuple[Any, ...]]]
-) -> Mapping[str, Any] | None:
-    """The quantization_config, if it is of one of these methods.
-
-    Args:
-        neutral: by method: fields that would change what the tensors mean, and the values under which they do not.
-
-    Raises:
-        UnsupportedModel: a field has another value.
-    """
-    given = config.get("quantization_config")
-    if not isinstance(given, Mapping) or given.get("quant_method") not in tuple(neutral):
-        return None
-    refuse_others(given, neutral[given["quant_method"]], "quantization_config")
-    return given
-
-
 def refuse_others(given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], name: str) -> None:
     """
     Args:

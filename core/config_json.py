@@ -45,7 +45,7 @@ from core.config_layers import (
 )
 from core.errors import UnsupportedModel
 from core.families import FAMILIES, SYNONYMS, TEXT_TOWERS
-from core.prequantized import parse_fp8, parse_packed, refuse_other_methods
+from core.prequantized import parse_packing
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}  # of Nemotron-H's patterns
@@ -114,8 +114,7 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
         **_scales(config, family, latent),
         tie_embeddings=read_bool(config, "tie_word_embeddings") or _generating(name) != name,
         num_scores=num_scores_of(config),
-        packed=parse_packed(config),
-        fp8=parse_fp8(config),
+        packing=None if is_mxfp4(config, family) else parse_packing(config),
         num_draft_layers=count(config, "num_nextn_predict_layers"),
         dtype=_dtype(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
@@ -325,8 +324,6 @@ def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) ->
     for name, values in neutral.items():
         if config.get(name) not in values:
             raise unsupported_field(name, config[name], values)
-    if not is_mxfp4(config, family):
-        refuse_other_methods(config)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> str:

@@ -8,15 +8,17 @@ Sources: AutoGPTQ and AutoAWQ; transformers, FineGrainedFP8Config; AutoFP8, its 
 QuantizationArgs; NVIDIA's Model Optimizer, export/convert_hf_config.py. What the 8-bit numbers are: arXiv:2209.05433.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from core.config_fields import bad_field, positive_int, read_bool, read_quantization, refuse_others, unsupported_field
+import msgspec
+
+from core.config_fields import bad_field, positive_int, read_bool, refuse_others, unsupported_field
 from core.errors import UnsupportedModel
 
-# Fields that change what the tensors mean, and the values under which they do not.
-_NEUTRAL_PACKED: dict[str, dict[str, tuple[Any, ...]]] = {
+FLOATS, INTEGERS = "float-quantized", "pack-quantized"  # compressed-tensors' names
+# By method: fields that change what the tensors mean, and the values under which they do not.
+_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {
         "checkpoint_format": ("gptq", "gptq_v2", None),
         "format": ("gptq", "gptq_v2", None),  # newer GPTQModel's name for checkpoint_format
@@ -29,17 +31,14 @@ _NEUTRAL_PACKED: dict[str, dict[str, tuple[Any, ...]]] = {
         "modules_to_fuse": ({}, [], None),
         **dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm", "GEMM", None)),
     },
-}
-_NEUTRAL_FP8: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {
         "fmt": ("e4m3", "float8_e4m3fn", None),
         "scale_fmt": ("float", "ue8m0", None),  # powers of two are floats, too
         "expert_dtype": ("fp8", None),
     },
     "modelopt": {"quant_algo": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")},
+    "compressed-tensors": {"format": (FLOATS, INTEGERS), "transform_config": ({}, None)},
 }
-FLOATS, INTEGERS = "float-quantized", "pack-quantized"  # compressed-tensors' names
-_NEUTRAL_COMPRESSED = {"compressed-tensors": {"format": (FLOATS, INTEGERS), "transform_config": ({}, None)}}
 _NEUTRAL_WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
     FLOATS: {
         "num_bits": (8,),
@@ -58,20 +57,7 @@ _NEUTRAL_WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-def refuse_other_methods(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel: the checkpoint is quantised by a method that is not read."""
-    given = config.get("quantization_config")
-    if given is not None and parse_packed(config) is None and parse_fp8(config) is None:
-        method = given.get("quant_method") if isinstance(given, Mapping) else given
-        known = " or ".join((*_NEUTRAL_PACKED, *_NEUTRAL_FP8, *_NEUTRAL_COMPRESSED))
-        raise UnsupportedModel(
-            f"config.json: quantization_config.quant_method={method!r} is not supported.",
-            f"use a model quantised by {known}, or the plain model with --quantize.",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PackedConfig:
+class PackedConfig(msgspec.Struct, frozen=True, tag=True):
     """How a checkpoint's matrices are packed: weight = (value - zero) * scale, with integers of so many bits.
 
     Args:
@@ -96,17 +82,46 @@ class PackedConfig:
         return self.bits == 4 and has_groups
 
 
-def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
-    """None: the checkpoint packs no integers.
+class Fp8Config(msgspec.Struct, frozen=True, tag=True):
+    """How a checkpoint's matrices are scaled: weight = value * scale.
+
+    Args:
+        block: (outputs, inputs) that share a scale, the last block perhaps smaller; None: a scale per output, or one
+            for all.
+    """
+
+    block: tuple[int, int] | None
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs that share a scale; None: all of a row."""
+        return None if self.block is None else self.block[1]
+
+
+Packing = PackedConfig | Fp8Config
+
+
+def parse_packing(config: Mapping[str, Any]) -> Packing | None:
+    """None: the checkpoint's matrices are floats.
 
     Raises:
-        UnsupportedModel, BadCheckpoint: it does, in an unsupported or an inconsistent variant.
+        UnsupportedModel, BadCheckpoint: they are quantised by another method, or in an unsupported or an inconsistent
+            variant.
     """
-    given, compressed = read_quantization(config, _NEUTRAL_PACKED), _parse_compressed(config)
+    given = config.get("quantization_config")
     if given is None:
-        return compressed if isinstance(compressed, PackedConfig) else None
-    if given["quant_method"] == "awq":
-        return _parse_awq(given)
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping) or method not in tuple(_NEUTRAL):
+        raise UnsupportedModel(
+            f"config.json: quantization_config.quant_method={method!r} is not supported.",
+            f"use a model quantised by {' or '.join(_NEUTRAL)}, or the plain model with --quantize.",
+        )
+    refuse_others(given, _NEUTRAL[method], "quantization_config")
+    return _PARSERS[method](given)
+
+
+def _parse_gptq(given: Mapping[str, Any]) -> PackedConfig:
     _refuse_other_settings(given)
     bits = positive_int(given, "bits")
     if bits not in (4, 8):
@@ -146,38 +161,8 @@ def _group_size(given: Mapping[str, Any], name: str) -> int | None:
     return size
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Config:
-    """How a checkpoint's matrices are scaled: weight = value * scale.
-
-    Args:
-        block: (outputs, inputs) that share a scale, the last block perhaps smaller; None: a scale per output, or one
-            for all.
-    """
-
-    block: tuple[int, int] | None
-
-    @property
-    def group_size(self) -> int | None:
-        """Inputs that share a scale; None: all of a row."""
-        return None if self.block is None else self.block[1]
-
-
-def parse_fp8(config: Mapping[str, Any]) -> Fp8Config | None:
-    """None: the checkpoint does not store 8-bit floats. Raises as parse_packed."""
-    given, compressed = read_quantization(config, _NEUTRAL_FP8), _parse_compressed(config)
-    if given is None:
-        return compressed if isinstance(compressed, Fp8Config) else None
-    if given["quant_method"] == "fp8":
-        return Fp8Config(_block(given.get("weight_block_size"), "quantization_config.weight_block_size"))
-    return Fp8Config(None)
-
-
-def _parse_compressed(config: Mapping[str, Any]) -> PackedConfig | Fp8Config | None:
-    """Of compressed-tensors. All groups must be stored alike, so that their lists of modules do not matter."""
-    given = read_quantization(config, _NEUTRAL_COMPRESSED)
-    if given is None:
-        return None
+def _parse_compressed(given: Mapping[str, Any]) -> Packing:
+    """All groups must be stored alike, so that their lists of modules do not matter."""
     sparsity, groups = given.get("sparsity_config"), given.get("config_groups")
     if isinstance(sparsity, Mapping):
         refuse_others(sparsity, {"format": ("dense", None)}, "quantization_config.sparsity_config")
@@ -190,7 +175,7 @@ def _parse_compressed(config: Mapping[str, Any]) -> PackedConfig | Fp8Config | N
     return found.pop()
 
 
-def _parse_group(group: object, name: str, given: Mapping[str, Any]) -> PackedConfig | Fp8Config:
+def _parse_group(group: object, name: str, given: Mapping[str, Any]) -> Packing:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
         raise bad_field(f"{name} does not say how weights are stored.")
@@ -217,3 +202,12 @@ def _block(given: object, name: str) -> tuple[int, int] | None:
     if not isinstance(sizes, list) or [str(size).isdecimal() and int(size) > 0 for size in sizes] != [True, True]:
         raise bad_field(f"{name}={given!r} is not two sizes.")
     return int(sizes[0]), int(sizes[1])
+
+
+_PARSERS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
+    "gptq": _parse_gptq,
+    "awq": _parse_awq,
+    "fp8": lambda given: Fp8Config(_block(given.get("weight_block_size"), "quantization_config.weight_block_size")),
+    "modelopt": lambda given: Fp8Config(None),
+    "compressed-tensors": _parse_compressed,
+}

@@ -26,7 +26,7 @@ from torch import Tensor
 from core.errors import BadCheckpoint
 from core.gguf import BLOCKS, GgufFile, GgufTensor, parse_gguf
 from core.gguf_model import hugging_face_tensors, is_decay, is_norm_shifted, num_turned_heads
-from core.prequantized import Fp8Config, PackedConfig
+from core.prequantized import Fp8Config, PackedConfig, Packing
 from gpu.blocks import BLOCK_OUTPUTS, PackedBlocks, dequantise, write_packed
 from gpu.parameters import Target
 from gpu.prequantized import (
@@ -124,7 +124,7 @@ class Checkpoint:
 
     path: Path
     tensors: dict[str, TensorHeader] = field(default_factory=dict)
-    packing: PackedConfig | Fp8Config | None = None
+    packing: Packing | None = None
     gguf: GgufFile | None = None
 
     @property
@@ -161,7 +161,7 @@ def sampled_digest(path: Path, packing: PackedConfig | Fp8Config | None = None) 
     return found.hexdigest()
 
 
-def open_checkpoint(path: Path, packing: PackedConfig | Fp8Config | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, packing: Packing | None = None) -> Checkpoint:
     """Read the headers of a directory's safetensors, or of a GGUF file: names, shapes, formats, sizes.
 
     Args:

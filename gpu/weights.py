@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from core.config import ModelConfig
+from core.prequantized import Fp8Config
 from gpu.blocks import BLOCK_OUTPUTS, FORMATS, BlockWeight, PackedBlocks
 from gpu.checkpoint import BYTES, FLOATS, Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors
 from gpu.parallel.ranks import Shard
@@ -399,9 +400,10 @@ def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch
     Args:
         quantize: the setting.
     """
-    if config.fp8 is not None:
+    packing = config.packing
+    if isinstance(packing, Fp8Config):
         return "fp8" if quantize == "fp8" or (quantize is None and device.type != "cpu") else None
-    return "int4" if config.packed is not None and config.packed.is_served and quantize in (None, "int4") else None
+    return "int4" if packing is not None and packing.is_served and quantize in (None, "int4") else None
 
 
 def find_prequantized(
@@ -438,6 +440,7 @@ def _load_prequantized(
     """
     packing = config.packing
     assert packing is not None
+    is_fp8 = isinstance(packing, Fp8Config)
     like = first_matrix(layer)
     dtype, device = like.dtype, like.device
     del like
@@ -447,11 +450,11 @@ def _load_prequantized(
 
     def empty_groups(shape: tuple[int, ...]) -> Tensor:
         size = prequantized_group(packing.group_size, shape[-1]) if len(shape) > 1 else None
-        scale_dtype = torch.float32 if config.fp8 is not None else dtype
+        scale_dtype = torch.float32 if is_fp8 else dtype
         return torch.empty((*shape[:-1], shape[-1] // (size or 1)), dtype=scale_dtype, device=device)
 
     empties: dict[str, Empty] = {"values": partial(torch.empty, dtype=torch.uint8, device=device)}
-    empties |= dict.fromkeys(("scales",) if config.fp8 is not None else ("scales", "zeros"), empty_groups)
+    empties |= dict.fromkeys(("scales",) if is_fp8 else ("scales", "zeros"), empty_groups)
     parts = {part: layer_of(config, index, empty, empty) for part, empty in empties.items()}
     for name, target in parts["values"][1].items():
         if target.matrix in kept:
@@ -461,7 +464,5 @@ def _load_prequantized(
     for (owner, matrix), *stored in zip(matrices(layer), *(matrices(part) for part, _ in parts.values()), strict=True):
         if matrix in kept:
             values, *groups = (floats(getattr(part, name)) for part, name in stored)
-            is_fp8 = config.fp8 is not None
-            setattr(
-                owner, matrix, QuantizedWeight(dtype, values.view(FP8) if is_fp8 else pack_nibbles(values), *groups)
-            )
+            values = values.view(FP8) if is_fp8 else pack_nibbles(values)
+            setattr(owner, matrix, QuantizedWeight(dtype, values, *groups))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from core.errors import BadCheckpoint, UnsupportedModel
-from core.prequantized import Fp8Config, PackedConfig, parse_fp8, parse_packed, refuse_other_methods
+from core.prequantized import Fp8Config, PackedConfig, Packing, parse_packing
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -15,10 +15,8 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
 
-def parse(**fields: Any) -> PackedConfig | Fp8Config | None:
-    config = {"quantization_config": fields}
-    refuse_other_methods(config)
-    return parse_packed(config) or parse_fp8(config)
+def parse(**fields: Any) -> Packing | None:
+    return parse_packing({"quantization_config": fields})
 
 
 def compressed(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -29,9 +27,7 @@ def compressed(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def test_a_plain_model_has_none() -> None:
-    assert parse_packed({}) is parse_fp8({}) is None
-    assert parse_fp8({"quantization_config": GPTQ}) is parse_packed({"quantization_config": FP8}) is None
-    refuse_other_methods({"quantization_config": None})
+    assert parse_packing({}) is parse_packing({"quantization_config": None}) is None
 
 
 def test_stored_zeros_are_one_less_in_the_first_gptq_format_only() -> None:
@@ -142,7 +138,7 @@ def test_variants_that_are_not_read_are_named(fields: dict[str, Any], named: str
 def test_other_methods_are_named(given: object) -> None:
     name = given["quant_method"] if isinstance(given, dict) else given
     with pytest.raises(UnsupportedModel, match=f"quant_method='{name}' is not supported"):
-        refuse_other_methods({"quantization_config": given})
+        parse_packing({"quantization_config": given})
 
 
 @pytest.mark.parametrize("size", [0, -2, 4, "128", None])

@@ -1,12 +1,14 @@
 """What crosses between ranks arrives as it was sent, all of it, and a message that is cut off is none."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from core.config import EngineConfig
 from core.plan import make_plan
+from core.prequantized import Fp8Config
 from gpu.parallel.processes import Answer, Job, Load, Refusal, Step, read_message, write_message
 from tests.gpu.test_memory_plan import MODEL
 
@@ -32,6 +34,7 @@ def test_a_step_arrives_with_its_plan() -> None:
     "message",
     [
         Job(1, "/models/m", MODEL, EngineConfig(quantize="int8"), 7),
+        Job(1, "/models/m", replace(MODEL, packing=Fp8Config((128, 128))), EngineConfig(), 7),
         Load(5),
         Answer(2**40),
         Answer(refusal=Refusal("cause", "fix", 7)),

@@ -270,8 +270,8 @@ def test_8_bit_floats_of_fused_and_of_experts_matrices_are_shared(
 
 
 def test_groups_that_ranks_cannot_share_are_refused_with_what_can() -> None:
-    model = replace(MODEL, intermediate_size=9728, packed=PackedConfig("gptq", 4, 128, has_order=False, zero_offset=1))
-    for packed in (model, replace(model, packed=None, fp8=Fp8Config((128, 128)))):
+    model = replace(MODEL, intermediate_size=9728, packing=PackedConfig("gptq", 4, 128, has_order=False, zero_offset=1))
+    for packed in (model, replace(model, packing=Fp8Config((128, 128)))):
         check_shards(packed, 4, is_prequantized=True)
         with pytest.raises(
             StartupError, match=r"rows of 9728 .* by 128 do not split into 32 .*Fix: .* 2, or 4"
@@ -279,4 +279,4 @@ def test_groups_that_ranks_cannot_share_are_refused_with_what_can() -> None:
             check_shards(replace(packed, num_kv_heads=32), 32, is_prequantized=True)
         assert "32" not in caught.value.fix
         check_shards(replace(packed, num_kv_heads=32), 32, is_prequantized=False)
-    check_shards(replace(model, packed=None, fp8=Fp8Config(None)), 8, is_prequantized=True)
+    check_shards(replace(model, packing=Fp8Config(None)), 8, is_prequantized=True)
