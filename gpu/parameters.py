@@ -4,7 +4,7 @@ One pass allocates a layer's parameters and says where each tensor of the checkp
 way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -40,28 +40,7 @@ META = torch.device("meta")  # of what has no memory
 Empty = Callable[[tuple[int, ...]], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _ExpertNames:
-    """What checkpoints call the parts of a mixture of experts; projections are gate, up and down."""
-
-    router: str = "mlp.gate"
-    experts: str = "mlp.experts.{}.{}"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared: str = "mlp.shared_experts"
-    shared_gate: str = "mlp.shared_expert_gate"
-    choice_bias: str = "mlp.gate.e_score_correction_bias"
-
-
-# by ExpertsConfig.layout
-_NAMES = {
-    "mixtral": _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
-    "lfm2_moe": _ExpertNames(
-        "feed_forward.gate", "feed_forward.experts.{}.{}", ("w1", "w3", "w2"), choice_bias="feed_forward.expert_bias"
-    ),
-    "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
-}
-_USUAL_NAMES = _ExpertNames()
-ALL_STACKED = ("qwen3_vl_moe_text", "llama4_text")  # the layouts that have all experts in one tensor
+ALL_STACKED = ("qwen3_vl_moe_text", "llama4_text")  # the layouts that have all experts in one tensor, [in, out]
 BY_ROWS = "qwen3_5_moe_text"  # the layout that may have them so, too, each matrix as it is used
 STACKED_BY_ROWS = f"{BY_ROWS}, stacked"
 BESIDE = "gemma4_text"  # the layout that has all experts in one tensor each of gate and up, and of down
@@ -69,10 +48,53 @@ BESIDE_SPLIT = f"{BESIDE}, split"  # the same with a tensor for each expert: GGU
 OSS, OSS_SPLIT = "gpt_oss", "gpt_oss, split"
 # what layouts are in GGUF files
 SPLIT = {BESIDE: BESIDE_SPLIT, OSS: OSS_SPLIT, "qwen3_vl_moe_text": "qwen3_moe", "llama4_text": "qwen2_moe"}
-_NAMES[OSS_SPLIT] = _ExpertNames("mlp.router")
-_ONE_SHARED = ("qwen2_moe", "qwen3_next", BY_ROWS, STACKED_BY_ROWS)
-_NAMES |= dict.fromkeys(_ONE_SHARED, _ExpertNames(shared="mlp.shared_expert"))
-_NAMES |= dict.fromkeys((BESIDE, BESIDE_SPLIT), _ExpertNames("router.proj", "experts.{}.{}", shared="mlp"))
+_PROJECTIONS, _TWO_PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertNames:
+    """What checkpoints call the parts of a mixture of experts.
+
+    Args:
+        experts: a tensor of one expert, by its number and projection; or of all, by the projection.
+        projections: those of gate and up, or of both, and of down.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts.{}.{}.weight"
+    projections: tuple[str, ...] = _PROJECTIONS
+    shared: str = "mlp.shared_experts"
+    shared_projections: tuple[str, ...] = _PROJECTIONS
+    shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+
+    @property
+    def are_stacked(self) -> bool:
+        return self.experts.count("{}") == 1
+
+
+_ONE_SHARED = _ExpertNames(shared="mlp.shared_expert")
+_STACKED = replace(_ONE_SHARED, experts="mlp.experts.{}", projections=_TWO_PROJECTIONS)
+# by ExpertsConfig.layout
+_NAMES = {
+    "mixtral": _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}.weight", ("w1", "w3", "w2")),
+    "lfm2_moe": _ExpertNames(
+        *("feed_forward.gate", "feed_forward.experts.{}.{}.weight", ("w1", "w3", "w2")),
+        choice_bias="feed_forward.expert_bias",
+    ),
+    "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
+    "granitemoehybrid": _ExpertNames(
+        "block_sparse_moe.router.layer",
+        *("block_sparse_moe.{}.weight", ("input_linear", "output_linear")),
+        *("shared_mlp", ("input_linear", "output_linear")),
+    ),
+    OSS: replace(_STACKED, router="mlp.router"),
+    OSS_SPLIT: _ExpertNames("mlp.router"),
+    BESIDE: _ExpertNames("router.proj", "experts.{}", _TWO_PROJECTIONS, "mlp"),
+    BESIDE_SPLIT: _ExpertNames("router.proj", "experts.{}.{}.weight", _TWO_PROJECTIONS, "mlp"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", BY_ROWS), _ONE_SHARED),
+    **dict.fromkeys((STACKED_BY_ROWS, *ALL_STACKED), _STACKED),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -726,100 +748,56 @@ def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWe
 
 
 def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
-    if config.layout == OSS:
-        return _gpt_oss_targets(config, weights)
-    if config.layout in ALL_STACKED:
-        shared = _shared_targets("mlp.shared_expert", ("gate_proj", "up_proj", "down_proj"), weights)
-        return {**_stacked_targets(weights), **shared}
-    if config.layout == "granitemoehybrid":
-        return _granite_targets(weights)
-    names = _NAMES.get(config.layout, _USUAL_NAMES)
-    projections = names.projections[-2 - config.has_gate :]  # without a gate: up and down
+    names = _NAMES.get(config.layout, _ExpertNames())
+    *inner, last = projections = names.projections[-2 - config.has_gate :]  # without a gate: up and down
     targets = {f"{names.router}.weight": Target(weights.router)}
-    inner = ("gate_up_proj", "down_proj") if config.layout == BESIDE_SPLIT else projections
-    is_stacked = config.layout in (STACKED_BY_ROWS, BESIDE)
-    if is_stacked:
-        owner = names.experts.removesuffix(".{}.{}")
-        for name, into in (("gate_up", weights.gate_up), ("down", weights.down)):
-            targets[f"{owner}.{name}_proj"] = Target(floats(into), matrix=name)
-    for expert in range(0 if is_stacked else config.num_experts):
-        rows = (*floats(weights.gate_up)[expert].chunk(len(inner) - 1), floats(weights.down)[expert])
-        for name, into in zip(inner, rows, strict=True):
-            matrix = "down" if name == inner[-1] else "gate_up"
-            targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+    if names.are_stacked:
+        for name, matrix in ((inner[0], "gate_up"), (last, "down")):
+            targets |= _stacked_targets(config, names.experts.format(name), matrix, floats(getattr(weights, matrix)))
+    for expert in range(0 if names.are_stacked else config.num_experts):
+        rows = (*floats(weights.gate_up)[expert].chunk(len(inner)), floats(weights.down)[expert])
+        for name, into in zip(projections, rows, strict=True):
+            targets[names.experts.format(expert, name)] = Target(into, matrix="down" if name == last else "gate_up")
     if weights.router_bias is not None and weights.gate_up_bias is not None and weights.down_bias is not None:
-        parts = (*weights.gate_up_bias.chunk(2, 1), weights.down_bias)
-        targets |= {f"mlp.experts.{name}_bias": Target(into) for name, into in zip(projections, parts, strict=True)}
+        write = write_paired if config.layout == OSS else None
+        parts = (*weights.gate_up_bias.chunk(len(inner), 1), weights.down_bias)
+        for name, into in zip(projections, parts, strict=True):
+            targets[f"mlp.experts.{name}_bias"] = Target(into, write=None if name == last else write)
         targets[f"{names.router}.bias"] = Target(weights.router_bias)
     if weights.choice_bias is not None:
         # ERNIE's is [1, experts]
         into = weights.choice_bias.unsqueeze(0) if config.layout == "ernie4_5_moe" else weights.choice_bias
         targets[names.choice_bias] = Target(into)
-    targets |= _shared_targets(names.shared, projections, weights)
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        *inner, last = names.shared_projections[-2 - config.has_gate :]
+        for name, into in zip(inner, floats(weights.shared_gate_up).chunk(len(inner)), strict=True):
+            targets[f"{names.shared}.{name}.weight"] = Target(into, matrix="shared_gate_up")
+        targets[f"{names.shared}.{last}.weight"] = Target(floats(weights.shared_down), matrix="shared_down")
     if weights.shared_gate is not None:
         targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
     return targets
 
 
-def _shared_targets(owner: str, projections: Sequence[str], weights: ExpertWeights) -> Targets:
-    """Of the expert that all tokens go through, if there is one. projections: the last one is down."""
-    if weights.shared_gate_up is None or weights.shared_down is None:
-        return {}
-    *inner, last = projections
-    halves = zip(inner, floats(weights.shared_gate_up).chunk(len(inner)), strict=True)
-    found = {f"{owner}.{name}.weight": Target(into, matrix="shared_gate_up") for name, into in halves}
-    found[f"{owner}.{last}.weight"] = Target(floats(weights.shared_down), matrix="shared_down")
-    return found
+def _stacked_targets(config: ExpertsConfig, name: str, matrix: str, into: Tensor) -> Targets:
+    """All experts in one tensor: as they are used, [in, out], or blocks; gpt-oss alternates rows of gate and up."""
+    num_experts, num_out, num_in = into.shape
+    are_pairs = config.layout == OSS and matrix == "gate_up"
+    if config.is_mxfp4:
+        blocks = (num_experts, num_out, num_in // MXFP4_BLOCK)
+        write, shape = partial(write_mxfp4_blocks, are_pairs=are_pairs), (*blocks, MXFP4_BLOCK // 2)
+        write_both = partial(write_mxfp4_scales, are_pairs=are_pairs)
+        return {
+            f"{name}_blocks": Target(into, write=write, stored_shape=shape, is_packed=True),
+            f"{name}_scales": Target(into, write=write_both, stored_shape=blocks, is_packed=True, is_scale=True),
+        }
+    if config.layout not in (*ALL_STACKED, OSS):
+        return {name: Target(into, matrix=matrix)}
+    write = partial(write_transposed, are_pairs=are_pairs)
+    return {name: Target(into, write=write, stored_shape=(num_experts, num_in, num_out), matrix=matrix)}
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
     return any(name.startswith("model.") and name.endswith("mlp.experts.gate_up_proj") for name in names)
-
-
-def _stacked_targets(weights: ExpertWeights) -> Targets:
-    """All experts in one tensor, [in, out]; all rows of gate, then all of up."""
-    targets = {"mlp.gate.weight": Target(weights.router)}
-    write = partial(write_transposed, are_pairs=False)
-    for name, into in (("gate_up", floats(weights.gate_up)), ("down", floats(weights.down))):
-        num_experts, num_out, num_in = into.shape
-        stored_shape = (num_experts, num_in, num_out)
-        targets[f"mlp.experts.{name}_proj"] = Target(into, write=write, stored_shape=stored_shape, matrix=name)
-    return targets
-
-
-def _granite_targets(weights: ExpertWeights) -> Targets:
-    """All experts in one tensor, as they are used; router and shared expert under names of their own."""
-    named = {
-        "block_sparse_moe.router.layer": (weights.router, None),
-        "block_sparse_moe.input_linear": (floats(weights.gate_up), "gate_up"),
-        "block_sparse_moe.output_linear": (floats(weights.down), "down"),
-    }
-    if weights.shared_gate_up is not None and weights.shared_down is not None:
-        named["shared_mlp.input_linear"] = (floats(weights.shared_gate_up), "shared_gate_up")
-        named["shared_mlp.output_linear"] = (floats(weights.shared_down), "shared_down")
-    return {f"{name}.weight": Target(into, matrix=matrix) for name, (into, matrix) in named.items()}
-
-
-def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
-    """All experts in one tensor, [in, out] or as blocks; rows of gate and up alternate."""
-    targets = {"mlp.router.weight": Target(weights.router)}
-    if weights.router_bias is not None and weights.gate_up_bias is not None and weights.down_bias is not None:
-        targets["mlp.router.bias"] = Target(weights.router_bias)
-        targets["mlp.experts.gate_up_proj_bias"] = Target(weights.gate_up_bias, write=write_paired)
-        targets["mlp.experts.down_proj_bias"] = Target(weights.down_bias)
-    for name, into, are_pairs in (("gate_up", floats(weights.gate_up), True), ("down", floats(weights.down), False)):
-        prefix, (num_experts, num_out, num_in) = f"mlp.experts.{name}_proj", into.shape
-        if not config.is_mxfp4:
-            write = partial(write_transposed, are_pairs=are_pairs)
-            targets[prefix] = Target(into, write=write, stored_shape=(num_experts, num_in, num_out), matrix=name)
-            continue
-        blocks = (num_experts, num_out, num_in // MXFP4_BLOCK)
-        write, shape = partial(write_mxfp4_blocks, are_pairs=are_pairs), (*blocks, MXFP4_BLOCK // 2)
-        targets[f"{prefix}_blocks"] = Target(into, write=write, stored_shape=shape, is_packed=True)
-        write = partial(write_mxfp4_scales, are_pairs=are_pairs)
-        scales = Target(into, write=write, stored_shape=blocks, is_packed=True, is_scale=True)
-        targets[f"{prefix}_scales"] = scales
-    return targets
 
 
 def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | LatentWeights | MlpWeights | ExpertWeights, str]]:
