@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from bench.kit import Flag, Found, bench
-from bench.limits import CPU, ModelWork, Speed, decode_limit_s, limit_tables, measure_limits, prefill_limit_s, work_of
+from bench.limits import ModelWork, Speed, decode_limit_s, limit_tables, measure_limits, prefill_limit_s, work_of
 from bench.make_model import draw_tensor
 from bench.results import Cell, Plot, Table, table_of
 from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
@@ -454,7 +454,8 @@ def _measure(arguments: argparse.Namespace) -> Found:
     memory |= {"peak beside weights and KV": peak - held, "end, without files": end - held}
     dtype = plan.device.dtype
     limits = measure_limits(dtype=dtype, is_quick=arguments.quick)
-    plain, stored = (weights_size_bytes(config, dtype, scheme, CPU) for scheme in (None, arguments.quantize))
+    settings = replace(plan.engine, quantize=None), plan.engine
+    plain, stored = (weights_size_bytes(config, engine, plan.device) for engine in settings)
     layer_bytes = dtype.itemsize - (plain - stored) / (work.body + work.experts)
     errors: dict[str, Cell] = {
         "p50 off %": 100 * stats.step_cost_error_p50,

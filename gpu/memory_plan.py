@@ -5,8 +5,8 @@ Reads headers and settings only. Thread: engine, at start, or main, for an estim
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from gpu.device import DeviceChoice, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, kv_dtype_of, layer_bytes, num_blocks_for
 from gpu.linear import can_gather, can_pack
-from gpu.parameters import EMBEDDING, LayerWeights, empty_ends, empty_layer, empty_weights, matrices
+from gpu.parameters import EMBEDDING, empty_ends, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.recurrence import bytes_per_state
 from gpu.rows import MOST_STATES
@@ -235,7 +235,7 @@ def plan_checkpoint(
     model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint, free_bytes: int
 ) -> MemoryPlan:
     """plan_memory for a model whose headers have been read."""
-    weights_bytes = _served_bytes(model, engine, device, checkpoint)
+    weights_bytes = weights_size_bytes(model, engine, device, checkpoint)
     return plan_memory(model, engine, device, checkpoint.size_bytes, free_bytes, weights_bytes)
 
 
@@ -258,7 +258,7 @@ def plan_memory(
         StartupError: recurrent layers do not go with the settings.
     """
     if weights_bytes is None:
-        weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
+        weights_bytes = weights_size_bytes(model, engine, device)
     _check_layers(model, engine)
     given = (model, _with_length(model, engine), device, model.num_parameters, checkpoint_bytes, weights_bytes)
     return MemoryPlan(*given, free_bytes).with_graphs(graph_bytes)
@@ -301,23 +301,9 @@ def memory_needed(
     Args:
         checkpoint: see weights_size_bytes.
     """
-    weights_bytes = (
-        weights_size_bytes(model, device.dtype, engine.quantize, device.device)
-        if checkpoint is None
-        else _served_bytes(model, engine, device, checkpoint)
-    )
+    weights_bytes = weights_size_bytes(model, engine, device, checkpoint)
     plan = MemoryPlan(model, _with_length(model, engine), device, model.num_parameters, 0, weights_bytes, free_bytes=0)
     return max(plan.beside_kv_bytes + plan.least_kv_bytes, weights_bytes + plan.loading_bytes)
-
-
-def _served_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint) -> int:
-    """Weights as they are served, and what the head that predicts later tokens needs."""
-    size_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
-    if why_not_in_place(model, engine, device) is None:
-        size_bytes += blocks_added_bytes(model, device.dtype, device.device, checkpoint)
-        if device.device.type != "cpu" and checkpoint.path.is_file():
-            size_bytes += DEVICE_SLAB_BYTES  # of what torch multiplies by many rows
-    return size_bytes + mtp_bytes(model, engine, device, checkpoint)
 
 
 def mtp_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint) -> int:
@@ -541,72 +527,45 @@ GRAPH_NODE_BYTES, GRAPH_NODES_A_LAYER, GRAPH_NODES = 8 * 1024, 16, 32
 
 
 def weights_size_bytes(
-    model: ModelConfig,
-    dtype: torch.dtype,
-    quantize: str | None,
-    device: torch.device,
-    checkpoint: Checkpoint | None = None,
+    model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint | None = None
 ) -> int:
-    """All parameters as they are computed with: in dtype, the layers' matrices quantised where possible.
+    """All parameters as they are served, and what the head that predicts later tokens needs.
 
-    A tied head that is prepacked is one more copy, unless the embedding's rows can be read from it.
+    Matrices are quantised, or in the blocks of a GGUF file, where possible; all else is in dtype. A tied head that is
+    prepacked is one more copy, unless the embedding's rows can be read from it.
 
     Args:
         checkpoint: tells which matrices it stores quantised; None: all that may be.
     """
-    size_bytes = model.num_parameters * dtype.itemsize
-    ends = (model.vocab_size, model.hidden_size)
-    if model.tie_embeddings and can_pack(dtype, device) and not can_gather(ends):
+    dtype, quantize, ends = device.dtype, engine.quantize, (model.vocab_size, model.hidden_size)
+    scheme, meta = prequantized_scheme(model, quantize, device.device), torch.device("meta")
+    size_bytes, in_blocks = model.num_parameters * dtype.itemsize, list[str]()
+    is_file = checkpoint is not None and checkpoint.path.is_file()
+    file = checkpoint if is_file and why_not_in_place(model, engine, device) is None else None
+    if file is not None:
+        in_blocks += ends_in_blocks(empty_ends(model, dtype, meta, model.vocab_size)[1], file)
+        if device.device.type != "cpu":
+            size_bytes += DEVICE_SLAB_BYTES  # of what torch multiplies by many rows
+    is_packed = can_pack(dtype, device.device) and EMBEDDING not in in_blocks
+    if model.tie_embeddings and is_packed and not can_gather(ends):
         size_bytes += math.prod(ends) * dtype.itemsize
-    scheme = prequantized_scheme(model, quantize, device)
-    if quantize is None and scheme is None:
-        return size_bytes
-    for index in range(model.num_layers):
-        layer, targets = empty_layer(model, index, dtype, torch.device("meta"))
+    are_converted = quantize is not None or scheme is not None or file is not None
+    for index in range(model.num_layers if are_converted else 0):
+        layer, targets = empty_layer(model, index, dtype, meta)
+        if file is not None:
+            in_blocks += chain.from_iterable(names_in_blocks(targets, file).values())
         kept = {} if scheme is None else find_prequantized(model, layer, targets, checkpoint)
-        size_bytes += sum(_added_bytes(layer, kept, scheme, dtype, device, quantize))
-    return size_bytes
-
-
-def blocks_added_bytes(model: ModelConfig, dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint) -> int:
-    """What serving a GGUF file's blocks as they are stored adds to weights_size_bytes: a negative number, or 0."""
-    if not checkpoint.path.is_file():
-        return 0
-    _, ends = empty_ends(model, dtype, torch.device("meta"), model.vocab_size)
-    names, added = ends_in_blocks(ends, checkpoint), 0
-    shape = (model.vocab_size, model.hidden_size)
-    if EMBEDDING in names and model.tie_embeddings and can_pack(dtype, device) and not can_gather(shape):
-        added -= math.prod(shape) * dtype.itemsize  # it is not packed
-    for index in range(model.num_layers):
-        _, targets = empty_layer(model, index, dtype, torch.device("meta"))
-        names += [name for found in names_in_blocks(targets, checkpoint).values() for name in found]
-    for name in names:
-        stored = checkpoint.tensors[name]
-        added += stored.size_bytes - math.prod(stored.shape) * dtype.itemsize
-    return added
-
-
-def _added_bytes(
-    layer: LayerWeights,
-    kept: dict[str, int],
-    scheme: str | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantize: str | None,
-) -> Iterator[int]:
-    """What storing each of a layer's matrices as integers or 8-bit floats adds: negative numbers.
-
-    Args:
-        kept: prequantized matrices, served by this scheme.
-        quantize: how the others are quantised.
-    """
-    for owner, field in matrices(layer):
-        shape = tuple(floats(getattr(owner, field)).shape)
-        plain_bytes = math.prod(shape) * dtype.itemsize
-        if scheme is not None and field in kept:
-            yield stored_bytes(shape, scheme, dtype, device, kept[field]) - plain_bytes
-        elif quantize is not None and can_quantize(quantize, shape[-1]):
-            yield stored_bytes(shape, quantize, dtype, device) - plain_bytes
+        for owner, field in matrices(layer):
+            shape = tuple(floats(getattr(owner, field)).shape)
+            becomes, group_size = (scheme, kept[field]) if field in kept else (quantize, None)
+            if becomes is not None and (field in kept or can_quantize(becomes, shape[-1])):
+                size_bytes += stored_bytes(shape, becomes, dtype, device.device, group_size)
+                size_bytes -= math.prod(shape) * dtype.itemsize
+    if checkpoint is None:
+        return size_bytes
+    for stored in map(checkpoint.tensors.__getitem__, in_blocks):
+        size_bytes += stored.size_bytes - math.prod(stored.shape) * dtype.itemsize
+    return size_bytes + mtp_bytes(model, engine, device, checkpoint)
 
 
 def loading_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:

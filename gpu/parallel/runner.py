@@ -115,7 +115,7 @@ def rank_weights_bytes(
         checkpoint: see weights_size_bytes.
     """
     part = part_of(whole, engine.tensor_parallel)
-    size_bytes = weights_size_bytes(part, choice.dtype, engine.quantize, choice.device, checkpoint)
+    size_bytes = weights_size_bytes(part, engine, choice, checkpoint)
     shape = (whole.vocab_size, whole.hidden_size)
     ends_bytes = math.prod(shape) * choice.dtype.itemsize
     head_bytes = head_rows_of(whole, engine.tensor_parallel) * whole.hidden_size * choice.dtype.itemsize

@@ -21,6 +21,7 @@ from core.types import Request, SamplingParams
 from gpu import parameters
 from gpu import weights as weights_module
 from gpu.checkpoint import open_checkpoint
+from gpu.device import choose_device
 from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
 from gpu.parameters import LayerWeights, ModelWeights, Target, matrices
 from gpu.quant import QuantizedWeight, dequantize
@@ -345,7 +346,7 @@ def test_what_a_delta_net_does_not_quantise_is_counted(model_directory: Callable
         for weight in loaded_matrices(load(stored, True, torch.bfloat16)).values()
     )
     wanted = 2 * config.num_parameters - saved_bytes
-    assert weights_size_bytes(config, torch.bfloat16, None, CUDA.device, checkpoint) == wanted
+    assert weights_size_bytes(config, ENGINE, CUDA, checkpoint) == wanted
 
 
 def test_int4_leaves_packed_integers_as_they_are_and_other_schemes_quantise_the_floats(pair: Pair) -> None:
@@ -386,9 +387,13 @@ def test_a_device_keeps_8_bit_floats_and_a_cpu_where_it_is_asked_to(pair: Pair) 
 def test_the_plan_knows_packed_matrices(pair: Pair) -> None:
     directory, _ = pair(GPTQ)
     config = parse_model_config(read_config(directory))
-    kept, int4, int8 = (weights_size_bytes(config, torch.bfloat16, scheme, CPU) for scheme in (None, "int4", "int8"))
+    kept, int4, int8 = (
+        weights_size_bytes(config, replace(ENGINE, quantize=scheme), BF16) for scheme in (None, "int4", "int8")
+    )
     assert kept == int4 < int8 < 2 * config.num_parameters
-    assert estimate(directory, config, ENGINE).weights_bytes == weights_size_bytes(config, torch.float32, None, CPU)
+    assert estimate(directory, config, ENGINE).weights_bytes == weights_size_bytes(
+        config, ENGINE, choose_device(ENGINE)
+    )
 
 
 @pytest.mark.parametrize("scheme", ["blocks", "compressed channels"])
@@ -406,11 +411,11 @@ def test_the_plan_knows_which_8_bit_floats_are_kept(scheme: str, pair: Pair) -> 
         if isinstance(weight, QuantizedWeight)
     )
     whole_bytes = 2 * config.num_parameters
-    for device, quantize, want in ((CUDA, None, whole_bytes - saved_bytes), (BF16, None, whole_bytes)):
-        assert weights_size_bytes(config, torch.bfloat16, quantize, device.device, checkpoint) == want
+    for device, want in ((CUDA, whole_bytes - saved_bytes), (BF16, whole_bytes)):
+        assert weights_size_bytes(config, ENGINE, device, checkpoint) == want
     assert memory_needed(config, ENGINE, BF16, checkpoint) > whole_bytes
     kept, plainly = (estimate(stored, config, engine).weights_bytes for engine in (AS_STORED, ENGINE))
-    assert kept == weights_size_bytes(config, torch.float32, "fp8", CPU, checkpoint) < plainly == 2 * whole_bytes
+    assert kept == weights_size_bytes(config, AS_STORED, choose_device(ENGINE), checkpoint) < plainly == 2 * whole_bytes
 
 
 def keep_plain(tensors: Tensors, floats: Path, module: str) -> None:

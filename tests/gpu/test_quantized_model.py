@@ -13,7 +13,7 @@ from core.config_json import parse_model_config
 from gpu.blocks import BlockWeight
 from gpu.checkpoint import open_checkpoint
 from gpu.cpu_kernels.support import NEEDED_FLAGS
-from gpu.device import cpu_flags
+from gpu.device import choose_device, cpu_flags
 from gpu.memory_plan import weights_size_bytes
 from gpu.operators import Operators
 from gpu.parameters import ModelWeights
@@ -114,5 +114,5 @@ def test_the_plan_counts_no_less_than_what_is_loaded(
         return made
 
     load_whole(open_checkpoint(model_directory(family)), config, torch.float32, CPU, no_progress, MatrixForm(convert))
-    planned = weights_size_bytes(config, torch.float32, scheme, CPU)
+    planned = weights_size_bytes(config, quantized(scheme), choose_device(ENGINE))
     assert 4 * config.num_parameters - saved <= planned < 0.7 * 4 * config.num_parameters
