@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,8 +51,7 @@ PICKLES = (".bin", ".pt", ".pth")  # never read: they can run code
 SUFFIX = ".safetensors"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# safetensors' names of the float formats
-FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FLOAT_FORMATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 HEADER_BYTES = 8  # of the length of a file's header
 BYTES = "U8"
 INTEGERS = "I32"
@@ -132,6 +131,12 @@ class Checkpoint:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     @property
+    def files(self) -> list[Path]:
+        headers = self.tensors.values()
+        parts = (part for header in headers for part in header.parts.values())
+        return sorted({header.file for header in (*headers, *parts)})
+
+    @property
     def main_format(self) -> str:
         """The format of most bytes."""
         sizes: Counter[str] = Counter()
@@ -140,19 +145,16 @@ class Checkpoint:
         return sizes.most_common(1)[0][0] if sizes else "nothing"
 
 
-def sampled_digest(path: Path, packing: PackedConfig | Fp8Config | None = None) -> str:
+def sampled_digest(path: Path, packing: Packing | None = None) -> str:
     """Of the weights: of each file's size, and of what is at up to DIGEST_SPOTS places of it, a megabyte in all.
 
     Another model, another training of it, another rounding have another one; an edit of a few numbers may not.
 
     Args, Raises: as open_checkpoint.
     """
-    found, files = hashlib.sha256(), {path}
-    if path.is_dir():
-        headers = open_checkpoint(path, packing).tensors.values()
-        files = {part.file for header in headers for part in (header, *header.parts.values())}
-    for path in sorted(files):
-        with path.open("rb") as file:
+    found = hashlib.sha256()
+    for one in open_checkpoint(path, packing).files if path.is_dir() else [path]:
+        with one.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             found.update(size.to_bytes(8, "little"))
             for start in range(0, size, max(DIGEST_BYTES, size // DIGEST_SPOTS)):
@@ -206,11 +208,11 @@ def _with_fp8(checkpoint: Checkpoint, packing: Fp8Config) -> Checkpoint:
             asked = " or a ".join(f"{name}{scale}" for scale in SCALES)
             raise bad_checkpoint(f"{values.file}: {name} is stored as {FP8_FORMAT}, but is no matrix with a {asked}.")
         scale = tensors.pop(f"{name}{scales[0]}")
-        if scale.format not in FLOAT_BYTES or not is_scale_of(values.shape, scale.shape, packing):
+        if scale.format not in FLOAT_FORMATS or not is_scale_of(values.shape, scale.shape, packing):
             found, asked = f"{list(scale.shape)} as {scale.format}", described_scales(values.shape, packing)
             raise BadCheckpoint(
                 f"{scale.file}: {name}{scales[0]} is {found}; config.json and its weight ask for {asked}.",
-                f"store the scales so, in {', '.join(FLOAT_BYTES)}, or name the plain model with --quantize fp8.",
+                f"store the scales so, in {', '.join(FLOAT_FORMATS)}, or name the plain model with --quantize fp8.",
             )
         parts = {"weight": values, scales[0]: scale}
         size_bytes = values.size_bytes + scale.size_bytes
@@ -250,12 +252,10 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
     listed = _listed_tensors(directory)
     tensors: dict[str, TensorHeader] = {}
     for file in sorted(set(listed.values())) if listed else [directory / SINGLE_FILE]:
-        with open_safetensors(file) as reader:
-            offsets = _offsets(file)
-            for name in reader.keys():  # noqa: SIM118  (not a dict)
-                if listed.get(name, file) == file and not name.startswith(OTHER_TOWERS):
-                    header = _safetensors_header(reader, name, file, has_fp8)
-                    tensors[text_name(name)] = replace(header, offset=offsets.get(name))
+        for header in _safetensors_headers(file):
+            if listed.get(header.name, file) == file and not header.name.startswith(OTHER_TOWERS):
+                _check_format(header, has_fp8)
+                tensors[text_name(header.name)] = header
     wanted = {name: text_name(name) for name in listed if not name.startswith(OTHER_TOWERS)}
     missing = sorted(name for name, own in wanted.items() if own not in tensors)
     if missing:
@@ -478,30 +478,30 @@ def open_safetensors(file: Path) -> Any:  # safetensors ships no types
         raise bad_checkpoint(f"{file} is not a whole safetensors file ({error}).") from error
 
 
-def _offsets(file: Path) -> dict[str, int]:
-    """Of the tensors of a file that open_safetensors has checked. Source: safetensors' README, Format."""
-    with file.open("rb") as opened:
+def _safetensors_headers(file: Path) -> Iterator[TensorHeader]:
+    """Source: safetensors' README, Format."""
+    with open_safetensors(file), file.open("rb") as opened:  # the first checks it
         size_bytes = int.from_bytes(opened.read(HEADER_BYTES), "little")
         header = json.loads(opened.read(size_bytes))
-    first = HEADER_BYTES + size_bytes
-    return {name: first + told["data_offsets"][0] for name, told in header.items() if name != "__metadata__"}
+    for name, told in header.items():
+        if name != "__metadata__":
+            first, end = told["data_offsets"]
+            offset = HEADER_BYTES + size_bytes + first
+            yield TensorHeader(file, tuple(told["shape"]), told["dtype"], end - first, name, offset=offset)
 
 
-def _safetensors_header(reader: Any, name: str, file: Path, has_fp8: bool) -> TensorHeader:
-    part = reader.get_slice(name)
-    shape, number_format = tuple(part.get_shape()), str(part.get_dtype())
+def _check_format(header: TensorHeader, has_fp8: bool) -> None:
+    """Raises BadCheckpoint: it is none that is read."""
+    name, number_format = header.name, header.format
     is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
     integers = tuple(f".{part}" for part in (*PARTS, *COMPRESSED_PARTS))
     is_packed = is_packed or (number_format == INTEGERS and name.endswith(integers)) or name.endswith(SHAPE_PART)
-    supported = (*FLOAT_BYTES, FP8_FORMAT) if has_fp8 else tuple(FLOAT_BYTES)
-    if number_format not in supported and not is_packed and not is_buffer(name, shape):
+    supported = (*FLOAT_FORMATS, FP8_FORMAT) if has_fp8 else FLOAT_FORMATS
+    if number_format not in supported and not is_packed and not is_buffer(name, header.shape):
         beside = "" if has_fp8 else f", and {FP8_FORMAT} where config.json has a quantization_config that says so"
         raise bad_checkpoint(
-            f"{file}: {name} is stored as {number_format}; supported are {', '.join(supported)}{beside}."
+            f"{header.file}: {name} is stored as {number_format}; supported are {', '.join(supported)}{beside}."
         )
-    number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4, FP8_FORMAT: 1}.get(number_format, 0)
-    size_bytes = number_bytes * int(torch.Size(shape).numel())
-    return TensorHeader(file, shape, number_format, size_bytes, name)
 
 
 def is_buffer(name: str, shape: tuple[int, ...]) -> bool:

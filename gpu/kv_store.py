@@ -481,10 +481,8 @@ MAX_DIGESTS = 255  # of files, beside the newest
 def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, settings: tuple[object, ...]) -> str:
     """A digest of all that keys and values depend on: weight files, number formats, the layout of blocks."""
     found = hashlib.sha256(f"{config!r} {settings} {BLOCK_SIZE}\0".encode())
-    headers = checkpoint.tensors.values()
-    files = {header.file for header in headers} | {part.file for header in headers for part in header.parts.values()}
-    for file in sorted(files):
-        found.update(bytes.fromhex(_digest_of(Path(file), cache_home() / "steploop" / "digests.json")))
+    for file in checkpoint.files:
+        found.update(bytes.fromhex(_digest_of(file, cache_home() / "steploop" / "digests.json")))
     return found.hexdigest()
 
 
