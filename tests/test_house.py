@@ -26,14 +26,14 @@ BUDGETS = {
     "server/observing": (2635, 10),
     "server/upstream": (1675, 6),
     "server/wire": (4835, 15),
-    "core": (18_920, 47),
-    "gpu": (13_130, 37),
+    "core": (18_910, 47),
+    "gpu": (12_900, 37),
     "gpu/cpu_kernels": (5775, 15),
     "gpu/kernels": (3365, 8),
     "gpu/parallel": (765, 5),
     "bench": (10_585, 39),
 }
-TEST_LINES = 74_575
+TEST_LINES = 74_545
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
