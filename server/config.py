@@ -84,6 +84,9 @@ _LEAST_SETTINGS = 2  # the client's own, and its acknowledgement of ours
 _LEAST_SETTINGS_ENTRIES = 8
 _LEAST_EMPTY_FRAMES = 16
 
+# Of vLLM and llama.cpp, with the nearest of ours
+_KV_DTYPES_ELSEWHERE = dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "q8_0"), "int8")
+
 AnyAddress = TcpAddress | UnixAddress | PassedAddress
 T = TypeVar("T")
 
@@ -328,9 +331,9 @@ class ServerConfig:
     )
     kv_dtype: str = _ENGINE(
         "auto",
-        _Kind(choice_of("auto", "int8"), "TYPE"),
-        "format of the KV cache on a CPU: int8, with a scale for each token and head, takes half the memory of bf16"
-        " and less time to read; auto is that of --dtype",
+        _Kind(choice_of("auto", "int8", **_KV_DTYPES_ELSEWHERE), "TYPE"),
+        "format of the KV cache: int8, with a scale for each token and head, takes half the memory of bf16 and less"
+        " time to read; auto is that of --dtype",
     )
     kv_offload_bytes: int = _ENGINE(
         0,

@@ -477,6 +477,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     layers = f", layers {scheme}" if scheme else ""
     num_full = plan.kv_tokens / plan.max_model_len
     kv = f"{format_size(plan.kv_bytes)}: {plan.kv_tokens:,} tokens = {num_full:.1f} x {plan.max_model_len:,}"
+    kv += "" if engine.kv_dtype == "auto" else f", in {engine.kv_dtype}"
     if plan.num_window_blocks:
         kv += f", {plan.num_window_blocks * BLOCK_SIZE:,} in the layers with windows"
     offload = f"{format_size(plan.offload_bytes)} for prompts that the KV cache evicts"

@@ -119,6 +119,8 @@ def test_values_out_of_kind_or_range_are_refused_with_flag_and_value(field_name:
         ),
         ({"dtype": "bfloat"}, {}, "did you mean bfloat16?", "--dtype bfloat16"),
         ({"speculation": "on"}, {}, "one of auto, off; did you mean auto?", "--speculation auto"),
+        ({"kv_dtype": "fp8"}, {}, "one of auto, int8; did you mean int8?", "--kv-dtype int8"),
+        ({"kv_dtype": "fp8_e4m3"}, {}, "did you mean int8?", "--kv-dtype int8"),
         ({"forced_tokens": "none"}, {}, "did you mean off?", "--forced-tokens off"),
         ({"kv_memory_bytes": "2g"}, {}, "2GiB?", "--kv-memory SIZE"),
         ({"port": "x"}, {}, "--port is 'x'", "--port PORT, STEPLOOP_PORT=PORT or port in the TOML file: "),
