@@ -134,13 +134,11 @@ class AttentionKernels(Protocol):
         are_own_tokens_alone: a row's several sampled tokens become rows of one token each, so that they are rounded as
             when they were sampled. False: they are one row, and share its keys.
         prompt_tile: see RunnerLimits.
-        reads_pairs: the cache is a PairedLayerKV, also where it is not in 8 bits.
     """
 
     index_dtype: torch.dtype
     are_own_tokens_alone: bool
     prompt_tile: int
-    reads_pairs: bool
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
         """Allocate room for so many rows of such a context, so that it never grows later. kv: a layer's."""
@@ -207,7 +205,6 @@ class TorchAttention:
     index_dtype = torch.int64
     are_own_tokens_alone = True
     prompt_tile = TILE_TOKENS
-    reads_pairs = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype

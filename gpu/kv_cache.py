@@ -1,9 +1,10 @@
 """The paged KV cache: keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
 
-Where CPU kernels attend, and in 8 bits, a block of a head lies as they read it: [head_dim / 2, 16 tokens, 2] numbers of
-keys, [8, head_dim, 2] of values by pairs of tokens. So a token is laid out once, not in each step that reads it. In 8
-bits (--kv-dtype int8) each token's key and value of a head are integers with a scale of their own, so that they do not
-depend on what else is computed; 16 scales in float32 follow.
+Where CPU kernels attend, a block of a head lies together as they read it, in pairs: [head_dim / 2, 16 tokens, 2]
+numbers of keys, [8, head_dim, 2] of values by pairs of tokens. So a token is laid out once, not in each step that reads
+it. In 8 bits (--kv-dtype int8) each token's key and value of a head are integers with a scale of their own, so that
+they do not depend on what else is computed. A block of a head lies together then, too, as a GPU multiplies it: [16,
+head_dim] integers of keys, [head_dim, 16] of values (or pairs), and 16 scales in float32.
 
 The scheduler decides which sequence has which block (core/kv_cache.py). Layers with windows may have window blocks, of
 which there are fewer; then a block has the other layers only. Window block b is ~b where both kinds are meant.
@@ -14,7 +15,7 @@ padded with rows, another extra block takes what padding writes, and is never re
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -39,12 +40,17 @@ class LayerKV:
     keys: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim]
     values: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim or latent.rank]
     has_windows: bool = False  # its blocks are window blocks
-
-    is_paired: ClassVar[bool] = False
+    is_paired: bool = False  # see BlockwiseKV
+    key_scales: Tensor | None = None  # in 8 bits: float32 [blocks + 1 or 2, kv_heads, 16]
+    value_scales: Tensor | None = None
 
     @property
     def is_int8(self) -> bool:
-        return self.keys.dtype == INT8
+        return self.key_scales is not None
+
+    @property
+    def head_dim(self) -> int:
+        return self.both.shape[-1] - (SCALE_BYTES if self.is_int8 else 0)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store tokens. slots: [tokens]; keys and values: [tokens, kv_heads, head_dim]."""
@@ -58,44 +64,54 @@ class LayerKV:
         return both[0], both[-1][..., : self.values.shape[-1]]
 
 
-class PairedLayerKV(LayerKV):
-    """In pairs, perhaps in 8 bits, see above. keys, values: [blocks + 1 or 2, kv_heads, numbers of a block]."""
+class BlockwiseKV(LayerKV):
+    """By blocks of a head, in pairs, in 8 bits or both: see above.
 
-    is_paired = True
+    keys, values: [blocks + 1 or 2, kv_heads, numbers of a block].
+    """
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         blocks, places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        num_tokens, num_heads, head_dim = keys.shape
-        for numbers, into in ((keys, self.keys), (values, self.values)):
-            if self.is_int8:
+        parts = (keys, self.keys, self.key_scales), (values, self.values, self.value_scales)
+        for numbers, into, scales in parts:
+            if scales is not None:
                 numbers = numbers.float()
                 most = numbers.abs().amax(-1)  # [tokens, kv_heads]
-                scales = into[..., BLOCK_SIZE * head_dim :].view(torch.float32)  # [blocks, kv_heads, 16]
-                scales[blocks, :, places] = most / MOST
-                numbers = (numbers * (MOST / most).nan_to_num_(0, 0, 0).unsqueeze(-1)).round_().to(INT8)
-            stored = into[..., : BLOCK_SIZE * head_dim]
-            if into is self.keys:
-                pairs = stored.view(-1, num_heads, head_dim // 2, BLOCK_SIZE, 2)
-                pairs[blocks, :, :, places] = numbers.reshape(num_tokens, num_heads, -1, 2)
+                top = torch.full_like(most, MOST)  # by a number CUDA would divide as by its inverse
+                scales[blocks, :, places] = most / top
+                numbers = (numbers * (top / most).nan_to_num_(0, 0, 0).unsqueeze(-1)).round_().to(INT8)
+            stored = self._arranged(into, into is self.keys)
+            if self.is_paired and into is self.keys:
+                stored[blocks, :, :, places] = numbers.reshape(*numbers.shape[:2], -1, 2)
+            elif self.is_paired:
+                stored[blocks, :, places // 2, :, places % 2] = numbers
+            elif into is self.keys:
+                stored[blocks, :, places] = numbers
             else:
-                pairs = stored.view(-1, num_heads, BLOCK_SIZE // 2, head_dim, 2)
-                pairs[blocks, :, places // 2, :, places % 2] = numbers
+                stored[blocks, :, :, places] = numbers
 
     def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        head_dim = self.both.shape[-1] - (SCALE_BYTES if self.is_int8 else 0)
+        def read_one(stored: Tensor, scales: Tensor | None, is_key: bool) -> Tensor:
+            which = blocks.flatten()
+            numbers = self._arranged(stored.index_select(0, which), is_key)  # of [rows * n, kv_heads]
+            if self.is_paired:
+                numbers = numbers.permute((0, 1, 3, 2, 4) if is_key else (0, 1, 2, 4, 3))
+            elif not is_key:
+                numbers = numbers.transpose(2, 3)
+            numbers = numbers.reshape(*numbers.shape[:2], BLOCK_SIZE, self.head_dim)
+            if scales is not None:
+                numbers = numbers * scales.index_select(0, which).unsqueeze(-1)
+            return numbers.to(dtype).view(*blocks.shape, *numbers.shape[1:]).transpose(1, 2).flatten(2, 3)
 
-        def read_one(stored: Tensor, is_key: bool) -> Tensor:
-            found = stored.index_select(0, blocks.flatten())  # [rows * n, kv_heads, numbers of a block]
-            shape = (*found.shape[:2], BLOCK_SIZE, head_dim)
-            numbers, scales = found[..., : BLOCK_SIZE * head_dim], found[..., BLOCK_SIZE * head_dim :]
-            sizes = (head_dim // 2, BLOCK_SIZE, 2) if is_key else (BLOCK_SIZE // 2, head_dim, 2)
-            order = (0, 1, 3, 2, 4) if is_key else (0, 1, 2, 4, 3)
-            numbers = numbers.reshape(*shape[:2], *sizes).permute(order).reshape(shape)
-            if self.is_int8:
-                numbers = numbers * scales.contiguous().view(torch.float32).unsqueeze(-1)
-            return numbers.to(dtype).view(*blocks.shape, *shape[1:]).transpose(1, 2).flatten(2, 3)
+        return read_one(self.keys, self.key_scales, True), read_one(self.values, self.value_scales, False)
 
-        return read_one(self.keys, True), read_one(self.values, False)
+    def _arranged(self, stored: Tensor, is_key: bool) -> Tensor:
+        """The numbers of blocks [blocks, kv_heads, numbers and scales] as they lie."""
+        head_dim = self.head_dim
+        shape: tuple[int, ...] = (BLOCK_SIZE, head_dim) if is_key else (head_dim, BLOCK_SIZE)
+        if self.is_paired:
+            shape = (head_dim // 2, BLOCK_SIZE, 2) if is_key else (BLOCK_SIZE // 2, head_dim, 2)
+        return stored[..., : BLOCK_SIZE * head_dim].view(*stored.shape[:2], *shape)
 
 
 class KVCache:
@@ -105,7 +121,7 @@ class KVCache:
         num_blocks: blocks the scheduler may use, 0..num_blocks-1.
         has_padding: batches are padded with rows.
         windows: see MemoryPlan; empty: there are no window blocks.
-        is_paired: attention reads pairs; what is in 8 bits lies so in any case.
+        is_paired: see Operators.pairs_kv.
 
     Attributes:
         tensors: one for each size of heads: [layers, 2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim].
@@ -125,7 +141,7 @@ class KVCache:
         is_paired: bool = False,
     ) -> None:
         self.num_blocks, self.num_window_blocks = num_blocks, num_window_blocks
-        self.is_paired = is_paired or dtype == INT8
+        self.is_paired = is_paired
         self.scratch_block = num_blocks
         rank, are_behind = None if config.latent is None else config.latent.rank, [one is not None for one in windows]
         sizes = [(*size, bool(are_behind) and are_behind[index]) for index, size in enumerate(config.cached_heads)]
@@ -137,7 +153,7 @@ class KVCache:
         self.tensors = [tensor for size, tensor in kinds.items() if not size[2]]
         self.window_tensors = [tensor for size, tensor in kinds.items() if size[2]]
         found = {size: iter(tensor.unbind(0)) for size, tensor in kinds.items()}
-        self.layers = [_layer_kv(next(found[size]), *size, rank, self.is_paired) for size in sizes]
+        self.layers = [_layer_kv(next(found[size]), *size, rank, is_paired) for size in sizes]
 
     @property
     def device(self) -> torch.device:
@@ -193,16 +209,20 @@ def _layer_kv(
     layer: Tensor, num_kv_heads: int, head_dim: int, has_windows: bool, latent_rank: int | None, is_paired: bool
 ) -> LayerKV:
     """layer: [2 or 1, blocks + 1 or 2, 16, kv_heads, width]."""
-    if is_paired:
-        return paired(layer, has_windows)
+    if is_paired or layer.dtype == INT8:
+        return blockwise(layer, is_paired, has_windows)
     values = layer[-1].flatten(0, 1)[..., : latent_rank or head_dim]
     return LayerKV(layer, layer[0].flatten(0, 1), values, has_windows)
 
 
-def paired(layer: Tensor, has_windows: bool = False) -> PairedLayerKV:
+def blockwise(layer: Tensor, is_paired: bool, has_windows: bool = False) -> BlockwiseKV:
     """layer: [2, blocks, 16, kv_heads, head_dim], or in 8 bits with room for scales; not what lies in it."""
     heads = (layer.shape[1], layer.shape[3], -1)
-    return PairedLayerKV(layer, layer[0].view(heads), layer[1].view(heads), has_windows)
+    keys, values = layer[0].view(heads), layer[1].view(heads)
+    if layer.dtype != INT8:
+        return BlockwiseKV(layer, keys, values, has_windows, is_paired)
+    scales = [both[..., -BLOCK_SIZE * SCALE_BYTES :].view(torch.float32) for both in (keys, values)]
+    return BlockwiseKV(layer, keys, values, has_windows, is_paired, *scales)
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> list[int]:
@@ -230,9 +250,7 @@ def kv_dtype_of(config: ModelConfig, engine: EngineConfig, choice: DeviceChoice)
     if engine.kv_dtype == "auto":
         return choice.dtype
     why = None
-    if choice.device.type != "cpu":
-        why = "an 8-bit KV cache is supported only on CPUs"
-    elif config.latent is not None:
+    if config.latent is not None:
         why = "latent attention needs its cache in the format of --dtype"
     elif config.head_dim % 2:
         why = f"heads of {config.head_dim} numbers are not pairs"

@@ -587,7 +587,10 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
     mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
     longest = num_blocks_for(max_model_len) * BLOCK_SIZE
     gathered_tokens = min(engine.max_sequences * longest, max(longest, MAX_GATHERED_TOKENS))
-    gathered = gathered_tokens * 2 * max(kind.kv_size for kind in model.kinds) * dtype.itemsize
+    kv_size = max(kind.kv_size for kind in model.kinds)
+    gathered = gathered_tokens * kv_size * 2 * dtype.itemsize
+    if engine.kv_dtype != "auto":  # integers in order, and as float32: of keys, then of values
+        gathered += gathered_tokens * kv_size * (1 + 1 + 4)
     # Rows that sample: raw, adjusted, scaled, noise; prompts' rows beside them: the head's, raw, logarithms
     logits = 4 * model.vocab_size * max(4 * engine.max_sequences, engine.max_sequences + 3 * scored_rows)  # float32
     is_written_out = model.attention_cap is not None or model.has_sinks or model.latent is not None

@@ -63,6 +63,10 @@ class Operators:
         self._eps = eps
         self.attention: AttentionKernels = TorchAttention(dtype, device)
 
+    def pairs_kv(self, dtype: torch.dtype) -> bool:
+        """Whether the KV cache lies in pairs: see gpu/kv_cache.py. dtype: the cache's."""
+        return False
+
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """A matmul with weight [out, in], plus bias [out] or None."""
         if isinstance(weight, BlockWeight):

@@ -122,7 +122,7 @@ class ModelRunner:
             self.memory = memory = counted.memory
             has_padding, windows = self._recorder is not None, memory.windows
             kinds = memory.kv_dtype, device, has_padding, windows, memory.num_window_blocks
-            self._cache = KVCache(config, memory.num_blocks, *kinds, operators.attention.reads_pairs)
+            self._cache = KVCache(config, memory.num_blocks, *kinds, operators.pairs_kv(memory.kv_dtype))
             if config.recurrence is not None:
                 self._states = States(config, engine.max_sequences, memory.num_kept_states, memory.device.dtype, device)
             with _device_errors():

@@ -604,7 +604,7 @@ class Arguments(ctypes.Structure):
             "num_pieces",
             "query",  # bf16 [tokens, heads, head_dim]
             "query_stride",  # bytes from token to token
-            "keys",  # see PairedLayerKV
+            "keys",  # see BlockwiseKV
             "values",
             "head_bytes",  # from head to head
             "tables",  # int64 [rows, table_width]
@@ -708,7 +708,6 @@ class PagedAttention:
     index_dtype = torch.int64
     are_own_tokens_alone = True
     prompt_tile = 1  # it computes the new tokens alone
-    reads_pairs = True
 
     def __init__(self) -> None:
         self._kernel = Kernel(attend_pieces)

@@ -44,7 +44,7 @@ from gpu.cpu_kernels.vectors import (
     zeros,
 )
 from gpu.device import cpu_flags
-from gpu.kv_cache import SCALE_BYTES, LayerKV
+from gpu.kv_cache import INT8, SCALE_BYTES, LayerKV
 from gpu.layers import Gated
 from gpu.linear import BLOCK_OUTPUTS, Embed, Linear, PackedRows, can_gather, in_blocks
 from gpu.operators import HeadNorms, Operators
@@ -93,7 +93,7 @@ class RotateArguments(ctypes.Structure):
             "next_piece",  # 0
             "qkv",  # bf16 [tokens, heads + 2 * kv_heads, head_dim]
             "query",  # bf16 [tokens, heads, head_dim]
-            "keys",  # bf16 [slots, kv_heads, head_dim], or see PairedLayerKV
+            "keys",  # bf16 [slots, kv_heads, head_dim], or see BlockwiseKV
             "values",
             "is_paired",
             "is_int8",
@@ -188,7 +188,7 @@ def _norm_and_rotate(x, weight, is_float, eps, rotation, num_heads, head_dim, ou
 
 @njit(cache=True)
 def _store_integers(source, num_heads, head_dim, spare, into, slot, is_key):
-    """A token's heads in 8 bits: see PairedLayerKV. source: bf16 [num_heads, head_dim]; spare: room for a head."""
+    """A token's heads in 8 bits: see BlockwiseKV. source: bf16 [num_heads, head_dim]; spare: room for a head."""
     head_bytes, place = BLOCK_SIZE * (head_dim + SCALE_BYTES), slot % BLOCK_SIZE
     for head in range(num_heads):
         numbers, most, check = source + 2 * head * head_dim, zeros(), zeros()
@@ -211,7 +211,7 @@ def _store_integers(source, num_heads, head_dim, spare, into, slot, is_key):
 
 @njit(cache=True)
 def _store_pairs(source, num_heads, head_dim, into, slot, is_key):
-    """A token's heads: see PairedLayerKV. source: bf16 [num_heads, head_dim]."""
+    """A token's heads: see BlockwiseKV. source: bf16 [num_heads, head_dim]."""
     head_bytes, place = 2 * BLOCK_SIZE * head_dim, slot % BLOCK_SIZE
     for head in range(num_heads):
         numbers, at = source + 2 * head * head_dim, into + (slot // BLOCK_SIZE * num_heads + head) * head_bytes
@@ -306,8 +306,12 @@ class KernelOperators(Operators):
         if has_attention:
             self.attention = attention = PagedAttention()
             self.few_layers = RecordedLayers(attention)
+        self._has_attention = has_attention
         self._multiply = Kernel(multiply_rows)
         self._norm, self._rotate, self._gate = Kernel(add_and_norm), Kernel(rotate_and_store), Kernel(gate)
+
+    def pairs_kv(self, dtype: torch.dtype) -> bool:
+        return self._has_attention or dtype == INT8
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         if not isinstance(weight, Tensor) or not self._multiplies(weight):

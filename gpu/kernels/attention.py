@@ -15,6 +15,10 @@ matmul. It passes over the row's keys in order, from the first that one of its t
 are not masked. Wherever a chunk begins, a token's keys come to it in the same tiles of KV_TOKENS and in the same order,
 and keys it does not see change nothing: its sums are the same to the last bit however its prompt is cut.
 
+Over a cache in 8 bits decodes multiply integers: queries and shares in 16 bits, as two of 8 bits, so that neither keys
+nor values are converted: compiled for an H100, a tile takes half the instructions, and reading needs but half the time.
+Prompts convert a tile for many rows at once. Scales, one for a head of a token, multiply scores and shares.
+
 Sums are float32; scores stay as they leave the matmul and are scaled in the exponent, so that masked and unmasked
 passes round alike. Sources: online softmax, arXiv:1805.02867; Flash-Decoding (Dao et al., 2023); FlashAttention-2,
 arXiv:2307.08691, the causal forward pass.
@@ -38,13 +42,21 @@ from gpu.kv_cache import LayerKV
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_DECODES = 1 << 16  # of a launch, unless there is room for fewer
 PROGRAMS_PER_MULTIPROCESSOR = 2  # that decode: registers leave room for two, 85 in each of 256 threads
+MOST_OF_TWO_BYTES = tl.constexpr(127.0 * 256 + 127)
+LEAST_LARGEST = tl.constexpr(1e-30)  # of numbers: what is smaller becomes 0
+TO_INTEGER, INTEGER_BITS = tl.constexpr(1.5 * 2.0**23), tl.constexpr(0x4B400000)  # added, it rounds to an integer
+# Of shares that scales multiply: float16 has few numbers near 0. The scale of its largest numbers is 516, and 64 times
+# that is still one of its numbers.
+LIFT = tl.constexpr(64.0)
 
 
 class Cache(NamedTuple):
     """A layer's keys and values, and the model's heads. No field is `values`, which Triton's own tuples have.
 
     Args:
-        key_cache, value_cache: [slots, KV_HEADS, HEAD_DIM].
+        key_cache, value_cache: [slots, KV_HEADS, HEAD_DIM]; IN_8_BITS: int8 [blocks, KV_HEADS, BLOCK, HEAD_DIM] and
+            [blocks, KV_HEADS, HEAD_DIM, BLOCK], with the head's scales behind each [BLOCK, HEAD_DIM].
+        key_scales, value_scales: float32, those of the first block's first head; read where IN_8_BITS.
         tables: [rows, blocks], rows table_stride apart.
         PER_KV: query heads of a KV head.
         D_PAD: HEAD_DIM's next power of two.
@@ -53,6 +65,8 @@ class Cache(NamedTuple):
 
     key_cache: Any
     value_cache: Any
+    key_scales: Any
+    value_scales: Any
     tables: Any
     table_stride: Any
     KV_HEADS: Any
@@ -60,6 +74,7 @@ class Cache(NamedTuple):
     HEAD_DIM: Any
     D_PAD: Any
     BLOCK: Any
+    IN_8_BITS: Any
 
 
 class Scoring(NamedTuple):
@@ -130,24 +145,127 @@ def _load_tile(keys, values, table, cache, seen, is_known, MASKED: tl.constexpr)
 
 
 @triton.jit
-def _add_tile(top, total, out, score, value, scoring):
-    """(top, total, out) with a tile's values, [KV_TOKENS, D_PAD], by their scores, [M, KV_TOKENS]."""
+def _load_integers(cache, table, kv_head, seen, is_known, end, MASKED: tl.constexpr):
+    """(keys, values, their scales), int8 [KV_TOKENS, D_PAD] and float32 [KV_TOKENS], of one KV head.
+
+    Masked: scales are 0 unless is_known; integers of a block that begins before `end` are those that lie there.
+    """
+    head_bytes: tl.constexpr = cache.BLOCK * (cache.HEAD_DIM + 4)
+    dims, place = tl.arange(0, cache.D_PAD), seen % cache.BLOCK
+    is_begun, is_inside = seen // cache.BLOCK * cache.BLOCK < end, dims < cache.HEAD_DIM
+    if MASKED:
+        block = tl.load(table + seen // cache.BLOCK, mask=is_begun, other=0)
+    else:
+        block = tl.load(table + seen // cache.BLOCK)
+    block = block.to(tl.int64)
+    start = block * (cache.KV_HEADS * head_bytes)
+    keys = cache.key_cache + kv_head * head_bytes + (start + place * cache.HEAD_DIM)[:, None] + dims[None, :]
+    # a block's tokens lie side by side
+    by_dims = tl.max_contiguous(tl.multiple_of(start + place, cache.BLOCK), cache.BLOCK)
+    values = cache.value_cache + kv_head * head_bytes + by_dims[None, :] + (dims * cache.BLOCK)[:, None]
+    scales = block * (cache.KV_HEADS * head_bytes // 4) + place
+    key_scales = cache.key_scales + kv_head * (head_bytes // 4) + scales
+    value_scales = cache.value_scales + kv_head * (head_bytes // 4) + scales
+    if MASKED:
+        key_scale = tl.load(key_scales, mask=is_known, other=0.0)
+        value_scale = tl.load(value_scales, mask=is_known, other=0.0)
+    else:
+        key_scale, value_scale = tl.load(key_scales), tl.load(value_scales)
+    if MASKED or cache.D_PAD != cache.HEAD_DIM:
+        key = tl.load(keys, mask=is_begun[:, None] & is_inside[None, :], other=0)
+        value = tl.trans(tl.load(values, mask=is_begun[None, :] & is_inside[:, None], other=0))
+    else:
+        key, value = tl.load(keys), tl.trans(tl.load(values))
+    return key, value, key_scale, value_scale
+
+
+@triton.jit
+def _two_bytes(x):
+    """(high, low), int8: x, float32 of up to MOST_OF_TWO_BYTES, rounded, is 256 * high + low."""
+    whole = (x + TO_INTEGER).to(tl.int32, bitcast=True) - INTEGER_BITS
+    high = (whole + 128) >> 8
+    return high.to(tl.int8), (whole - (high << 8)).to(tl.int8)
+
+
+@triton.jit
+def _multiply(high, low, integers):
+    """(256 * high + low) @ integers, exactly, as float32."""
+    of_high = tl.dot(high, integers, out_dtype=tl.int32)
+    return tl.dot(low, integers, acc=of_high << 8, out_dtype=tl.int32).to(tl.float32)
+
+
+@triton.jit
+def walk_integers(
+    query,  # [M, D_PAD]
+    top,  # top, total, out, cache, row, kv_head, scoring, begin, first, end, KV_TOKENS: see walk()
+    total,
+    out,
+    cache,
+    row,
+    kv_head,
+    scoring,
+    begin,
+    first,
+    end,
+    KV_TOKENS: tl.constexpr,
+):
+    """As walk() of queries that see all from first to end, over integers."""
+    query = query.to(tl.float32)
+    largest = tl.max(tl.abs(query), 1)
+    high, low = _two_bytes(query * (1.0 / tl.maximum(largest, LEAST_LARGEST) * MOST_OF_TWO_BYTES)[:, None])
+    query_scale = largest / MOST_OF_TWO_BYTES + tl.sum(query * 0.0, 1)  # not finite where a number is not
+    table = cache.tables + row.to(tl.int64) * cache.table_stride
+    places = tl.arange(0, KV_TOKENS)
+    for tile in tl.range(begin, end, KV_TOKENS):
+        seen = tl.multiple_of(tile, cache.BLOCK) + places
+        is_known = (seen >= first) & (seen < end)
+        key, value, key_scale, value_scale = _load_integers(cache, table, kv_head, seen, is_known, end, True)
+        key_scale += value_scale * 0.0  # shares are sums of integers: what is not finite is told by the score
+        score = _multiply(high, low, tl.trans(key)) * query_scale[:, None] * key_scale[None, :]
+        if scoring.HAS_CAP:
+            score = scoring.cap * (2.0 * tl.sigmoid(score * (2.0 * scoring.scale / scoring.cap)) - 1.0)
+        score = tl.where(is_known[None, :], score, float("-inf"))
+        # The tile's own highest score is the base of its shares: in 16 bits, the small would be 0 beside an earlier one
+        own_top = tl.max(score, 1)
+        highest = tl.maximum(top, own_top)
+        base = tl.where(highest == float("-inf"), 0.0, highest)  # see _add_tile
+        own_base = tl.where(own_top == float("-inf"), 0.0, own_top)
+        grow, shrink = tl.exp2((own_top - base) * scoring.factor), tl.exp2((top - base) * scoring.factor)
+        share = tl.exp2((score - own_base[:, None]) * scoring.factor)
+        total = total * shrink + tl.sum(share, 1) * grow
+        largest_scale = tl.max(value_scale, 0)
+        by = 1.0 / tl.maximum(largest_scale, LEAST_LARGEST) * MOST_OF_TWO_BYTES
+        high_share, low_share = _two_bytes(share * (value_scale * by)[None, :])
+        grow *= largest_scale / MOST_OF_TWO_BYTES
+        out = out * shrink[:, None] + _multiply(high_share, low_share, value) * grow[:, None]
+        top = highest
+    return top, total, out
+
+
+@triton.jit
+def _add_tile(top, total, out, score, value, value_scale, scoring):
+    """(top, total, out) with a tile's values, [KV_TOKENS, D_PAD], by their scores, [M, KV_TOKENS].
+
+    value_scale: [KV_TOKENS], or None.
+    """
     highest = tl.maximum(top, tl.max(score, 1))
     # nothing seen yet: a finite base gives shares of 0 instead of NaN
     base = tl.where(highest == float("-inf"), 0.0, highest)
     share = tl.exp2((score - base[:, None]) * scoring.factor)
     shrink = tl.exp2((top - base) * scoring.factor)
     total = total * shrink + tl.sum(share, 1)
+    if value_scale is not None:
+        share *= (value_scale * LIFT)[None, :]
     out = tl.dot(share.to(value.dtype), value, out * shrink[:, None], input_precision=scoring.PRECISION)
     return highest, total, out
 
 
 @triton.jit
 def walk(
-    query,  # [M, D_PAD], of the cache's type
+    query,  # [M, D_PAD]
     top,  # [M]: the highest score so far, unscaled
     total,  # [M]: sum of the shares so far, as multiples of the top's
-    out,  # [M, D_PAD]: sum of the values so far, by their shares
+    out,  # [M, D_PAD]: sum of the values so far, by their shares; IN_8_BITS: LIFT times that
     cache,
     row,
     kv_head,
@@ -170,8 +288,15 @@ def walk(
     for tile in tl.range(begin, end, KV_TOKENS):
         seen = tile + places
         is_known = (seen >= first) & (seen < end)
-        key, value = _load_tile(keys, values, table, cache, seen, is_known, MASKED)
+        if cache.IN_8_BITS:
+            key, value, key_scale, value_scale = _load_integers(cache, table, kv_head, seen, is_known, end, MASKED)
+            key, value = key.to(query.dtype), value.to(query.dtype)
+        else:
+            key, value = _load_tile(keys, values, table, cache, seen, is_known, MASKED)
+            key_scale, value_scale = None, None
         score = tl.dot(query, tl.trans(key), input_precision=scoring.PRECISION)  # [M, KV_TOKENS]
+        if cache.IN_8_BITS:
+            score *= key_scale[None, :]
         if scoring.HAS_CAP:  # cap * tanh(score * scale / cap)
             score = scoring.cap * (2.0 * tl.sigmoid(score * (2.0 * scoring.scale / scoring.cap)) - 1.0)
         if MASKED:
@@ -179,7 +304,7 @@ def walk(
             if HAS_WINDOW:
                 is_seen &= seen[None, :] > positions[:, None] - scoring.window
             score = tl.where(is_seen, score, float("-inf"))
-        top, total, out = _add_tile(top, total, out, score, value, scoring)
+        top, total, out = _add_tile(top, total, out, score, value, value_scale, scoring)
     return top, total, out
 
 
@@ -255,10 +380,16 @@ def _decode_split(
     vectors = tl.load(query + address, mask=is_read, other=0.0)
     top, total, summed = starting_sums(scoring, heads, is_real, index == 0, M, cache.D_PAD)
     positions = tl.zeros([M], tl.int32) + (end - 1)  # the window is in `first`, as there is one token
-    top, total, summed = walk(
-        vectors, top, total, summed, cache, row, kv_head, scoring, positions, begin, first,
-        tl.minimum(begin + size, end), KV_TOKENS, True, False,
-    )  # fmt: skip
+    last = tl.minimum(begin + size, end)
+    if cache.IN_8_BITS:
+        top, total, summed = walk_integers(
+            vectors, top, total, summed, cache, row, kv_head, scoring, begin, first, last, KV_TOKENS
+        )  # fmt: skip
+    else:
+        top, total, summed = walk(
+            vectors, top, total, summed, cache, row, kv_head, scoring, positions, begin, first, last,
+            KV_TOKENS, True, False,
+        )  # fmt: skip
     if num_splits == 1:
         address = (row * num_heads + heads)[:, None].to(tl.int64) * cache.HEAD_DIM + dims[None, :]
         tl.store(out + address, shares_of(total, summed).to(out.dtype.element_ty), mask=is_read)
@@ -301,16 +432,20 @@ def decode_share(
     do_not_specialize_on_alignment=["tables", "ends"],
 )
 def decode(
-    num_rows, num_programs, query, query_stride, keys, values, tables, table_stride, ends, splits, split_offsets,
-    sinks, part_outs, part_tops, part_totals, out, window, scale, factor, cap,
+    num_rows, num_programs, query, query_stride, keys, values, key_scales, value_scales, tables, table_stride, ends,
+    splits, split_offsets, sinks, part_outs, part_tops, part_totals, out, window, scale, factor, cap,
     KV_HEADS: tl.constexpr, PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     M: tl.constexpr, KV_TOKENS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    IN_8_BITS: tl.constexpr,
 ):  # fmt: skip
     """All splits of all rows. Program: one of num_programs; see decode_share, Cache, Scoring and Splits."""
     decode_share(
         tl.program_id(0), num_rows, num_programs, query, query_stride,
-        Cache(keys, values, tables, table_stride, KV_HEADS, PER_KV, HEAD_DIM, D_PAD, BLOCK),
+        Cache(
+            keys, values, key_scales, value_scales, tables, table_stride, KV_HEADS, PER_KV, HEAD_DIM, D_PAD, BLOCK,
+            IN_8_BITS,
+        ),
         ends, Splits(splits, split_offsets, part_outs, part_tops, part_totals), out,
         Scoring(window, scale, factor, cap, sinks, HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
         M, KV_TOKENS, LEAST, MOST_SPLITS,
@@ -414,6 +549,8 @@ def _extend_tile(
         vectors, top, total, summed, cache, row, kv_head, scoring, start + tokens, masked, first, end,
         KV_TOKENS, True, scoring.HAS_WINDOW,
     )  # fmt: skip
+    if cache.IN_8_BITS:
+        summed *= 1.0 / LIFT
     address = ((offset + tokens).to(tl.int64) * (cache.KV_HEADS * cache.PER_KV) + heads) * cache.HEAD_DIM
     result = shares_of(total, summed).to(out.dtype.element_ty)
     tl.store(out + address[:, None] + dims[None, :], result, mask=is_read)
@@ -463,7 +600,7 @@ def _extend_or_decode(
     do_not_specialize_on_alignment=["tables", "ends", "offsets"],
 )
 def extend_and_decode(
-    num_decodes, num_programs, query, query_stride, keys, values, tables, table_stride, ends,
+    num_decodes, num_programs, query, query_stride, keys, values, key_scales, value_scales, tables, table_stride, ends,
     offsets, tiles, num_tiles, splits, split_offsets, sinks, part_outs, part_tops, part_totals, out,
     window, scale, factor, cap,
     KV_HEADS: tl.constexpr, PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
@@ -471,6 +608,7 @@ def extend_and_decode(
     DECODE_M: tl.constexpr, DECODE_KV_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    IN_8_BITS: tl.constexpr,
 ):  # fmt: skip
     """Prompts and decodes. Tiles are bound by arithmetic, splits by reading: programs alternate, so that both go on.
 
@@ -478,7 +616,10 @@ def extend_and_decode(
     """
     _extend_or_decode(
         num_decodes, num_programs, query, query_stride,
-        Cache(keys, values, tables, table_stride, KV_HEADS, PER_KV, HEAD_DIM, D_PAD, BLOCK),
+        Cache(
+            keys, values, key_scales, value_scales, tables, table_stride, KV_HEADS, PER_KV, HEAD_DIM, D_PAD, BLOCK,
+            IN_8_BITS,
+        ),
         ends, offsets, tiles, num_tiles, Splits(splits, split_offsets, part_outs, part_tops, part_totals), out,
         Scoring(window, scale, factor, cap, sinks, HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
         M, TILE_TOKENS, KV_TOKENS, DECODE_M, DECODE_KV_TOKENS, LEAST, MOST_SPLITS,
@@ -574,7 +715,6 @@ class PagedAttention:
     index_dtype = torch.int32
     are_own_tokens_alone = False  # several tokens of a row share its keys
     prompt_tile = TILE_TOKENS
-    reads_pairs = False
 
     def __init__(self, num_programs: int | None = None, tiles: Tiles | None = None) -> None:
         self._num_programs = num_programs
@@ -586,11 +726,12 @@ class PagedAttention:
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
         """See AttentionKernels."""
         self._most_decodes = num_decodes
-        shape = kernel_shape(num_heads, kv.keys.shape[1], kv.keys.shape[2], kv.keys.dtype, self._tiles)
+        dtype = torch.bfloat16 if kv.is_int8 else kv.keys.dtype  # of queries of any format, splits are as many
+        shape = kernel_shape(num_heads, kv.keys.shape[1], kv.head_dim, dtype, self._tiles, kv.is_int8)
         self._parts_for(num_decodes * shape.splits_of(context) * num_heads, shape, kv.keys.device)
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
-        """See AttentionKernels. query: of the cache's format; a token's heads lie together."""
+        """See AttentionKernels. query: of the cache's format, unless that is int8; a token's heads lie together."""
         if rows.num_decodes > self._most_decodes:
             return self._attend_in_parts(query, kv, rows, scores)
         shape = self._shape_of(query, kv)
@@ -603,7 +744,8 @@ class PagedAttention:
         factor = (scale if scores.cap is None else 1.0) * math.log2(math.e)  # what a cap leaves is already scaled
         num_items = rows.num_decodes * layout.most_splits * shape.num_kv_heads
         num_programs = min(num_items, self._programs(query.device))
-        inputs = (query, query.stride(0), kv.keys, kv.values, rows.tables, rows.tables.stride(0), rows.ends)
+        cached = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
+        inputs = (query, query.stride(0), *cached, rows.tables, rows.tables.stride(0), rows.ends)
         found = (layout.splits, layout.split_offsets, scores.sinks, parts.outs, parts.tops, parts.totals, out)
         numbers = (rows.window or 0, scale, factor, scores.cap or 0.0)
         constants = shape.constants(rows.window is not None, scores)
@@ -656,8 +798,8 @@ class PagedAttention:
 
     def _shape_of(self, query: Tensor, kv: LayerKV) -> KernelShape:
         heads = (query.shape[1], kv.keys.shape[1], query.shape[2])
-        if self._shape is None or self._shape.heads != heads:
-            self._shape = kernel_shape(*heads, query.dtype, self._tiles)
+        if self._shape is None or (self._shape.heads, self._shape.in_8_bits) != (heads, kv.is_int8):
+            self._shape = kernel_shape(*heads, query.dtype, self._tiles, kv.is_int8)
         return self._shape
 
     def _programs(self, device: torch.device) -> int:

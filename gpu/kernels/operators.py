@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.config import ExpertsConfig, ModelConfig
+from core.config import BLOCK_SIZE, ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
 from gpu.blocks import BlockWeight
 from gpu.kernels.matmul import BlockRows, DecodedMatmul, GroupedExperts, Matmul, can_group, can_multiply, stored_as
@@ -33,6 +33,10 @@ CLAMPED_SWIGLU = tl.constexpr(2)
 # GELU's tanh approximation is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)): arXiv:1606.08415, section 2
 GELU_SLOPE = tl.constexpr(1.5957691216057308)
 GELU_CUBE = tl.constexpr(0.044715)
+MOST_INTEGER = tl.constexpr(127.0)
+LEAST_MOST = tl.constexpr(3.8e-37)  # of a head: the inverse of what is smaller is not finite
+TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # added, it rounds to an integer, ties to even
+BLOCK_TOKENS = tl.constexpr(BLOCK_SIZE)
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}  # as above
 
 
@@ -83,11 +87,38 @@ def _norm_heads(value, weight, heads, columns, is_inside, head_dim, eps, NORM: t
 
 
 @triton.jit
+def _store_heads(
+    found, into, scales, slot, heads, columns, is_inside, num_kv_heads, head_dim,
+    IN_8_BITS: tl.constexpr, IS_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Write a token's keys or values, [heads, head_dim], where is_inside. into, scales: see rotate_and_store.
+
+    In 8 bits as BlockwiseKV.write rounds, which needs every product and sum to be rounded.
+    """
+    if IN_8_BITS:
+        numbers = found.to(tl.float32)
+        most = tl.max(tl.abs(numbers), 1)
+        by = tl.where(most > LEAST_MOST, tl.div_rn(MOST_INTEGER, tl.maximum(most, LEAST_MOST)), 0.0)
+        integers = (numbers * by[:, None] + TO_INTEGER - TO_INTEGER).to(tl.int8)
+        head_bytes, token = BLOCK_TOKENS * (head_dim + 4), slot % BLOCK_TOKENS
+        places = slot // BLOCK_TOKENS * num_kv_heads + heads
+        address = columns * BLOCK_TOKENS + token if IS_VALUE else token * head_dim + columns
+        tl.store(into + (places * head_bytes)[:, None] + address[None, :], integers, mask=is_inside)
+        scale = tl.div_rn(most, MOST_INTEGER) + tl.sum(numbers * 0.0, 1)  # not finite where a number is not
+        tl.store(scales + places * (head_bytes // 4) + token, scale, mask=tl.max(is_inside.to(tl.int32), 1) > 0)
+    else:
+        place = slot * num_kv_heads * head_dim
+        tl.store(into + place + heads[:, None] * head_dim + columns[None, :], found, mask=is_inside)
+
+
+@triton.jit
 def rotate_and_store(
     qkv,  # [tokens, heads + 2 * kv_heads, head_dim]
     query,  # [tokens, heads, head_dim]
-    keys,  # [slots, kv_heads, head_dim]
-    values,  # [slots, kv_heads, head_dim]
+    keys,  # [slots, kv_heads, head_dim]; IN_8_BITS: see BlockwiseKV
+    values,
+    key_scales,  # read where IN_8_BITS, as value_scales
+    value_scales,
     slots,  # int64 [tokens]
     rotation,  # float32 [tokens, head_dim / 2, 2]: complex factors of the pairs
     query_norm,  # see NORM
@@ -98,6 +129,7 @@ def rotate_and_store(
     eps,
     NORM: tl.constexpr,  # 0: none; 1: of a head, by [head_dim]; 2: of all heads of a token, by [heads, head_dim]
     HAS_ROTATION: tl.constexpr,
+    IN_8_BITS: tl.constexpr,
     HEADS: tl.constexpr,  # at a time; NORM 2: all of them
     BLOCK: tl.constexpr,  # >= head_dim
 ):
@@ -122,8 +154,10 @@ def rotate_and_store(
     source = qkv + (token * (num_heads + 2 * num_kv_heads) + first_head) * head_dim
     found = tl.load(source + places, mask=is_inside, other=0.0)
     if is_value:
-        slot = tl.load(slots + token) * num_kv_heads * head_dim
-        tl.store(values + slot + places, found, mask=is_inside)
+        slot = tl.load(slots + token)
+        _store_heads(
+            found, values, value_scales, slot, heads, columns, is_inside, num_kv_heads, head_dim, IN_8_BITS, True
+        )  # fmt: skip
     else:
         if NORM:
             value = found.to(tl.float32)
@@ -143,8 +177,10 @@ def rotate_and_store(
         if is_query:
             tl.store(query + token * num_heads * head_dim + places, found, mask=is_inside)
         else:
-            slot = tl.load(slots + token) * num_kv_heads * head_dim
-            tl.store(keys + slot + places, found, mask=is_inside)
+            slot = tl.load(slots + token)
+            _store_heads(
+                found, keys, key_scales, slot, heads, columns, is_inside, num_kv_heads, head_dim, IN_8_BITS, False
+            )  # fmt: skip
 
 
 @triton.jit
@@ -259,7 +295,8 @@ class TritonOperators(Operators):
     def rotate_and_store(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Tensor | None, kv: LayerKV, slots: Tensor
     ) -> Tensor:
-        is_supported = _are_contiguous(qkv, kv.keys, kv.values, slots) and kv.keys.dtype == qkv.dtype
+        is_stored = (kv.is_int8 and not kv.is_paired) or kv.keys.dtype == qkv.dtype
+        is_supported = is_stored and _are_contiguous(qkv, kv.keys, kv.values, slots)
         if not is_supported or (rotation is not None and not rotation.is_contiguous()):
             return super().rotate_and_store(qkv, norms, rotation, kv, slots)
         num_tokens, num_all, head_dim = qkv.shape
@@ -275,6 +312,8 @@ class TritonOperators(Operators):
             query,
             kv.keys,
             kv.values,
+            kv.key_scales,
+            kv.value_scales,
             slots,
             qkv if rotation is None else torch.view_as_real(rotation),
             query_norm,
@@ -285,9 +324,11 @@ class TritonOperators(Operators):
             self._eps,
             NORM=norm_kind,
             HAS_ROTATION=rotation is not None,
+            IN_8_BITS=kv.is_int8,
             HEADS=heads,
             BLOCK=next_power_of_two(head_dim),
             num_warps=HEAD_WARPS,
+            enable_fp_fusion=not kv.is_int8,
         )
         return query
 

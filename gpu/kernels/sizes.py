@@ -5,7 +5,7 @@ one), and nothing on the device: a row's sums are cut in the same way in any com
 holds tiles of operands that are being loaded: 227 KiB a multiprocessor on Hopper. bench/ tunes these sizes on a device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -153,6 +153,10 @@ _OF_FLOATS = (  # twice the bytes, and three matmuls instead of one
     (128, Tiles(32, 32, 32, 8, 3)),
     (256, Tiles(16, 32, 16, 8, 3)),
 )
+# decode_tokens over keys and values in 8 bits: half the bytes, so that more are in flight, and no registers for what
+# they become.
+_OF_INTEGERS = ((128, 128), (256, 64), (512, 32))
+LEAST_INTEGERS = 32  # inputs of a matmul of integers
 # Splits of a row, over all KV heads: about two programs a multiprocessor when the row is alone.
 PROGRAMS_PER_ROW = 256
 LEAST_SPLITS, MOST_SPLITS = 16, 128  # bounds of that maximum, whatever the KV heads
@@ -167,7 +171,7 @@ class KernelShape:
 
     Args:
         most_splits: of one row: a power of two.
-        dtype: of queries, keys and values.
+        dtype: of queries, and of keys and values, unless these are in_8_bits.
     """
 
     num_heads: int
@@ -176,6 +180,7 @@ class KernelShape:
     dtype: torch.dtype
     tiles: Tiles
     most_splits: int
+    in_8_bits: bool = False
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -200,13 +205,14 @@ class KernelShape:
             "KV_HEADS": self.num_kv_heads,
             "PER_KV": self.per_kv,
             "HEAD_DIM": self.head_dim,
-            "D_PAD": max(next_power_of_two(self.head_dim), LEAST_ROWS),
+            "D_PAD": max(next_power_of_two(self.head_dim), LEAST_INTEGERS if self.in_8_bits else LEAST_ROWS),
             "BLOCK": BLOCK_SIZE,
             "LEAST": self.tiles.least_split,
             "MOST_SPLITS": self.most_splits,
             "HAS_WINDOW": has_window,
             "HAS_CAP": scores.cap is not None,
             "HAS_SINKS": scores.sinks is not None,
+            "IN_8_BITS": self.in_8_bits,
             "PRECISION": "tf32x3",  # of float32's matmuls: three on tensor cores, which lose next to nothing
         }
 
@@ -251,25 +257,32 @@ class KernelShape:
 
 
 def kernel_shape(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, tiles: Tiles | None = None
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    tiles: Tiles | None = None,
+    in_8_bits: bool = False,
 ) -> KernelShape:
     """tiles: None: those of the table."""
     most = min(max(PROGRAMS_PER_ROW // next_power_of_two(num_kv_heads), LEAST_SPLITS), MOST_SPLITS)
-    return KernelShape(num_heads, num_kv_heads, head_dim, dtype, tiles or tiles_for(head_dim, dtype), most)
+    tiles = tiles or tiles_for(head_dim, dtype, in_8_bits)
+    return KernelShape(num_heads, num_kv_heads, head_dim, dtype, tiles, most, in_8_bits)
 
 
 def max_head_dim(dtype: torch.dtype) -> int:
     return (_OF_FLOATS if dtype == torch.float32 else _OF_HALVES)[-1][0]
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(head_dim: int, dtype: torch.dtype, in_8_bits: bool = False) -> Tiles:
     """
     Raises:
         ValueError: the head is larger than max_head_dim.
     """
     for most, tiles in _OF_FLOATS if dtype == torch.float32 else _OF_HALVES:
         if head_dim <= most:
-            return tiles
+            tokens = next(tokens for most, tokens in _OF_INTEGERS if head_dim <= most)
+            return replace(tiles, decode_tokens=tokens) if in_8_bits else tiles
     raise ValueError(f"heads of {head_dim}: at most {max_head_dim(dtype)} in {dtype}")
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from gpu.attention import PLAIN, AttentionKernels, RaggedRows, Scores
-from gpu.kv_cache import SCALE_BYTES, LayerKV, paired
+from gpu.kv_cache import SCALE_BYTES, LayerKV, blockwise
 
 NOWHERE = 1 << 20  # a block that no row has
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -32,20 +32,20 @@ class Case:
 
     def in_pairs(self) -> "Case":
         """The same, over a cache that CPU kernels read."""
-        stored = paired(torch.zeros_like(self.kv.both))
+        stored = blockwise(torch.zeros_like(self.kv.both), is_paired=True)
         for slot in torch.randperm(len(self.kv.keys)).split(7):  # in any order and company
             stored.write(slot, self.kv.keys[slot], self.kv.values[slot])
         return replace(self, kv=stored)
 
-    def in_8_bits(self) -> tuple["Case", "Case"]:
+    def in_8_bits(self, is_paired: bool) -> tuple["Case", "Case"]:
         """The same over a cache in 8 bits, and over the numbers that this stands for."""
-        shape = self.kv.both.shape
-        both = torch.zeros((*shape[:-1], shape[-1] + SCALE_BYTES), dtype=torch.int8)
-        stored = paired(both)
+        shape, device = self.kv.both.shape, self.query.device
+        both = torch.zeros((*shape[:-1], shape[-1] + SCALE_BYTES), dtype=torch.int8, device=device)
+        stored = blockwise(both, is_paired)
         for slot in torch.randperm(len(self.kv.keys)).split(7):  # in any order and company
             stored.write(slot, self.kv.keys[slot], self.kv.values[slot])
         floats = torch.stack(
-            stored.read(torch.arange(shape[1]).unsqueeze(1), torch.float32)
+            stored.read(torch.arange(shape[1], device=device).unsqueeze(1), torch.float32)
         )  # [2, blocks, heads, 16, dim]
         plain = floats.transpose(2, 3).contiguous()
         exact = LayerKV(plain, plain[0].flatten(0, 1), plain[1].flatten(0, 1))
@@ -149,6 +149,8 @@ def make_case(
     return Case(query, LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1)), ragged, contexts)
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_near(got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> None:
+    """least: of the tolerance, which is the format's."""
     assert got.shape == want.shape
-    assert torch.allclose(got.float(), want, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
+    tolerance = max(least, TOLERANCE[got.dtype])
+    assert torch.allclose(got.float(), want, atol=tolerance, rtol=tolerance)

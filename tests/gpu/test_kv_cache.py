@@ -86,8 +86,9 @@ def test_blocks_for_tokens_round_up() -> None:
     assert [num_blocks_for(n) for n in (1, 16, 17, 32)] == [1, 1, 2, 2]
 
 
-def test_8_bits_are_near_the_numbers_and_half_their_bytes() -> None:
-    cache = KVCache(CONFIG, 5, INT8, torch.device("cpu"))
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_8_bits_are_near_the_numbers_and_half_their_bytes(is_paired: bool) -> None:
+    cache = KVCache(CONFIG, 5, INT8, torch.device("cpu"), is_paired=is_paired)
     assert bytes_per_block(CONFIG, INT8) == cache.tensors[0][:, :, 0].numel() == 16 * 3 * 2 * 2 * (2 + 4)
     keys, values = torch.randn(2, 40, 2, 2, generator=torch.Generator().manual_seed(0))
     cache.layers[1].write(torch.arange(7, 47), keys, values)
@@ -108,15 +109,13 @@ def test_8_bits_are_near_the_numbers_and_half_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "device", "cause"),
-    [
-        ({}, "cuda", "supported only on CPUs"),
-        ({"head_dim": 3}, "cpu", "heads of 3"),
-        ({"latent": LatentConfig(8, 0, 4, 4, 4)}, "cpu", "latent"),
-    ],
+    ("changes", "cause"),
+    [({"head_dim": 3}, "heads of 3"), ({"latent": LatentConfig(8, 0, 4, 4, 4)}, "latent")],
 )
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_8_bits_are_refused_by_name(changes: dict[str, Any], device: str, cause: str) -> None:
     choice = DeviceChoice(torch.device(device), "", torch.bfloat16, "", 1, "")
     with pytest.raises(StartupError, match=cause):
         kv_dtype_of(dataclasses.replace(CONFIG, **changes), EngineConfig(kv_dtype="int8"), choice)
     assert kv_dtype_of(CONFIG, EngineConfig(), choice) == torch.bfloat16
+    assert kv_dtype_of(CONFIG, EngineConfig(kv_dtype="int8"), choice) == INT8

@@ -77,7 +77,7 @@ def test_rows_attend_as_the_textbook_says(
     use_threads(num_threads)
     case = make(rows, num_kv_heads, per_kv, head_dim, window)
     assert_near(case.in_pairs().attend(kernels), case.want())
-    stored, exact = case.in_8_bits()
+    stored, exact = case.in_8_bits(is_paired=True)
     assert_near(stored.attend(kernels), exact.want())
 
 
@@ -90,7 +90,7 @@ def test_in_8_bits_nothing_is_lost_but_the_rounding_of_the_result(
     case = make(rows, 2, per_kv, head_dim)
     sizes = torch.exp(spread * torch.randn(case.query.shape, generator=torch.Generator().manual_seed(1)))
     case.query.mul_(sizes.bfloat16() / math.exp(spread))
-    stored, exact = case.in_8_bits()
+    stored, exact = case.in_8_bits(is_paired=True)
     wanted = exact.want()
     error = (stored.attend(kernels).float() - wanted).abs()
     assert (error <= wanted.abs() * 2**-8 + wanted.abs().amax(1, keepdim=True) * 2**-10).all()
@@ -115,7 +115,7 @@ def test_one_score_far_above_the_others_takes_its_value_whole(kernels: PagedAtte
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_a_token_is_rounded_the_same_in_any_chunk(kernels: PagedAttention, window: int | None, is_int8: bool) -> None:
     case = make([(500, 500)], 2, 3, 64, window)
-    case = case.in_8_bits()[0] if is_int8 else case.in_pairs()
+    case = case.in_8_bits(is_paired=True)[0] if is_int8 else case.in_pairs()
     whole = case.attend(kernels)
     for start, end in ((0, 1), (3, 70), (70, 500), (499, 500)):
         assert torch.equal(case.chunk(start, end).attend(kernels), whole[start:end])

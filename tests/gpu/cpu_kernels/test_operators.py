@@ -7,7 +7,7 @@ import torch
 
 from gpu.cpu_kernels.support import NEEDED_FLAGS
 from gpu.device import cpu_flags
-from gpu.kv_cache import SCALE_BYTES, LayerKV, paired
+from gpu.kv_cache import SCALE_BYTES, LayerKV, blockwise
 from gpu.layers import GATED
 from gpu.operators import Operators
 from tests.gpu import operator_cases
@@ -99,7 +99,7 @@ def test_queries_keys_and_values_are_torchs(
     assert torch.allclose(got.float(), want.float(), rtol=ONE_STEP, atol=0.03)  # differences of products
     assert torch.allclose(got_kv.keys.float(), want_kv.keys.float(), rtol=ONE_STEP, atol=0.03)
     assert torch.equal(got_kv.values, want_kv.values)
-    in_pairs, blocks = paired(torch.zeros_like(got_kv.both)), torch.arange(8)[None]
+    in_pairs, blocks = blockwise(torch.zeros_like(got_kv.both), is_paired=True), torch.arange(8)[None]
     assert torch.equal(kernels.rotate_and_store(qkv, norms, rotation, in_pairs, slots), got)
     for one, other in zip(in_pairs.read(blocks, qkv.dtype), got_kv.read(blocks, qkv.dtype), strict=True):
         assert torch.equal(one, other)
@@ -132,7 +132,8 @@ def test_keys_and_values_in_8_bits_are_torchs(
     kernels: KernelOperators, torchs: Operators, num_kv_heads: int, head_dim: int
 ) -> None:
     def cache() -> LayerKV:
-        return paired(torch.zeros(2, 8, 16, num_kv_heads, head_dim + SCALE_BYTES, dtype=torch.int8))
+        room = torch.zeros(2, 8, 16, num_kv_heads, head_dim + SCALE_BYTES, dtype=torch.int8)
+        return blockwise(room, is_paired=True)
 
     qkv = noise(40, 4 * num_kv_heads, head_dim)
     qkv[3, -1], qkv[4, -1, 5], qkv[5, 2 * num_kv_heads, 1] = 0, float("nan"), float("inf")

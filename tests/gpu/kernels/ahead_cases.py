@@ -1,6 +1,6 @@
 """Kernels in the forms that serve, as operators launch them: what test_ahead.py has compiled."""
 
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ HEADS: list[tuple[tuple[int, int, int], torch.dtype, bool, Scores]] = [
     ((8, 2, 512), torch.bfloat16, False, PLAIN_SCORES),  # the largest heads
     ((8, 4, 256), torch.float32, True, CAPPED),
 ]
+IN_8_BITS = [*HEADS[:2], *HEADS[3:6], HEADS[10], HEADS[15]]  # keys and values: of each size and format
 # Bits of a weight, form, and format; None: the rows'
 FORMATS = (
     (32, PLAIN, torch.float32),
@@ -78,9 +79,10 @@ ATTENTION_INTEGERS = ("num_rows", "num_decodes", "num_programs", "query_stride",
 TABLES = ("tables", "ends", "offsets", "tiles", "num_tiles", "splits", "split_offsets")
 
 
-def _attention_arguments(dtype: torch.dtype) -> dict[str, str]:
+def _attention_arguments(dtype: torch.dtype, cached: torch.dtype) -> dict[str, str]:
     """Of all its kernels: types by name."""
-    rows = dict.fromkeys(("query", "keys", "values", "sinks", "out"), pointer(dtype))
+    rows = dict.fromkeys(("query", "sinks", "out"), pointer(dtype)) | dict.fromkeys(("keys", "values"), pointer(cached))
+    rows |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     parts = dict.fromkeys(("part_outs", "part_tops", "part_totals"), "*fp32")
     tables = dict.fromkeys(TABLES, "*i32")
     return (
@@ -95,8 +97,9 @@ def _attention_arguments(dtype: torch.dtype) -> dict[str, str]:
 def attention_cases() -> list[Case]:
     return [
         case
-        for heads, dtype, is_windowed, scores in HEADS
-        for case in _attention_cases_of(kernel_shape(*heads, dtype), is_windowed, scores)
+        for in_8_bits, models in ((False, HEADS), (True, IN_8_BITS))
+        for heads, dtype, is_windowed, scores in models
+        for case in _attention_cases_of(kernel_shape(*heads, dtype, None, in_8_bits), is_windowed, scores)
     ]
 
 
@@ -104,11 +107,13 @@ def _attention_cases_of(shape: KernelShape, is_windowed: bool, scores: Scores) -
     constants = shape.constants(is_windowed, scores)
     if scores.sinks is None:
         constants["sinks"] = None
+    if not shape.in_8_bits:
+        constants |= {"key_scales": None, "value_scales": None}
 
     def case(kernel: str, constants: dict[str, Any], launch: dict[str, int]) -> Case:
         return Case(
             f"gpu.kernels.{kernel}",
-            _attention_arguments(shape.dtype),
+            _attention_arguments(shape.dtype, torch.int8 if shape.in_8_bits else shape.dtype),
             constants,
             **launch,
             multiples_of_16=("query_stride",),
@@ -118,7 +123,7 @@ def _attention_cases_of(shape: KernelShape, is_windowed: bool, scores: Scores) -
         case("attention:decode", constants | shape.decode_constants, shape.launch),
         case("attention:extend_and_decode", constants | shape.extend_constants, shape.launch),
     ]
-    if shape.head_dim == 128 and shape.dtype == torch.bfloat16:  # they depend on little
+    if shape.head_dim == 128 and shape.dtype == torch.bfloat16 and not shape.in_8_bits:  # they depend on little
         schedule = shape.schedule_constants | {"HAS_WINDOW": is_windowed}
         found.append(case("attention:merge", shape.merge_constants, {}))
         found.append(case("attention:lay_out_step", schedule, {}))
@@ -147,21 +152,29 @@ def elementwise_cases() -> list[Case]:
             "head_dim": "i32",
             "eps": "fp32",
         }
-        for kind in (0, 1, 2) if dtype == torch.bfloat16 else (1,):
-            constants = {
-                "NORM": kind,
-                "HAS_ROTATION": True,
-                "HEADS": heads_at_once(32, 8, 128, kind == 2),
-                "BLOCK": next_power_of_two(128),
-            }
-            cases.append(Case(f"{module}:rotate_and_store", stored, constants, 4, multiples_of_16=("head_dim",)))
-        one_key = constants | {"NORM": 1, "HEADS": 4, "BLOCK": 256, "num_heads": 4, "num_kv_heads": 1}  # Gemma 3 1B
-        cases.append(Case(f"{module}:rotate_and_store", stored, one_key, 4, multiples_of_16=("head_dim",)))
+        for kind, in_8_bits in product((0, 1, 2) if dtype == torch.bfloat16 else (1,), (False, True)):
+            constants = {"NORM": kind, "HAS_ROTATION": True, "IN_8_BITS": in_8_bits}
+            constants |= {"HEADS": heads_at_once(32, 8, 128, kind == 2), "BLOCK": next_power_of_two(128)}
+            cases.append(_storing(stored, constants))
+            if kind == 1:  # Gemma 3 1B
+                sizes = {"HEADS": 4, "BLOCK": 256, "num_heads": 4, "num_kv_heads": 1}
+                cases.append(_storing(stored, constants | sizes))
         gated = {"gate_up": rows, "out": rows, "width": "i32", "slope": "fp32", "limit": "fp32"}
         for number in ACTIVATIONS.values() if dtype == torch.bfloat16 else (0,):  # they compute in float32
             constants = {"ACTIVATION": number, "BLOCK": 1024}
             cases.append(Case(f"{module}:gate", gated, constants, multiples_of_16=("width",)))
     return cases
+
+
+def _storing(arguments: dict[str, str], constants: dict[str, Any]) -> Case:
+    """rotate_and_store. arguments: of a cache in the rows' format."""
+    in_8_bits = constants["IN_8_BITS"]
+    cached = dict.fromkeys(("keys", "values"), "*i8") if in_8_bits else {}
+    scales = dict.fromkeys(("key_scales", "value_scales"))
+    options = {"num_warps": 4, "multiples_of_16": ("head_dim",), "enable_fp_fusion": not in_8_bits}
+    of_scales = dict.fromkeys(scales, "*fp32")
+    constants = constants if in_8_bits else constants | scales
+    return Case("gpu.kernels.operators:rotate_and_store", arguments | cached | of_scales, constants, **options)
 
 
 def _matmul_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
@@ -298,7 +311,7 @@ def sampling_cases() -> list[Case]:
 def row_cases() -> list[Case]:
     """Rows of tables, in formats that serve, and what steps read."""
     module, cases = "gpu.kernels.rows", []
-    for dtype in (torch.bfloat16, torch.float32, torch.int64):
+    for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.int8):
         rows = {"table": pointer(dtype), "out": pointer(dtype), "rows": pointer(dtype), "slots": "*i64", "width": "i32"}
         ids = {"token_ids": "*i64"}
         cases.append(Case(f"{module}:embed", rows | ids, {"BLOCK": 1024}, multiples_of_16=("width",)))

@@ -13,6 +13,7 @@ from gpu.kernels.sizes import Tiles, tiles_for
 from tests.gpu.attention_cases import assert_near, make_case
 
 SMALL = Tiles(decode_tokens=16, extend_rows=32, extend_tokens=16, num_warps=4, num_stages=2, least_split=32)
+OF_16_BITS = 2e-4  # as decodes have queries and shares over keys and values in 8 bits
 # Interpreted, -inf - -inf and what overflows warn; a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -21,8 +22,7 @@ def small_kernels() -> PagedAttention:
     return PagedAttention(3, SMALL)
 
 
-@pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize(
+ROWS = pytest.mark.parametrize(
     ("rows", "num_kv_heads", "per_kv", "head_dim"),
     [
         ([(1, 1)], 1, 1, 16),
@@ -34,6 +34,10 @@ def small_kernels() -> PagedAttention:
     ],
     ids=str,
 )
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@ROWS
 def test_rows_attend_as_the_textbook_says(
     rows: list[tuple[int, int]],
     num_kv_heads: int,
@@ -45,6 +49,30 @@ def test_rows_attend_as_the_textbook_says(
 ) -> None:
     case = make_case(rows, num_kv_heads, per_kv, head_dim, window, dtype, device)
     assert_near(case.attend(small_kernels()), case.want())
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@ROWS
+def test_rows_over_8_bits_attend_as_over_what_these_stand_for(
+    rows: list[tuple[int, int]],
+    num_kv_heads: int,
+    per_kv: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    stored, exact = make_case(rows, num_kv_heads, per_kv, head_dim, window, dtype, device).in_8_bits(is_paired=False)
+    assert_near(stored.attend(small_kernels()), exact.want(), OF_16_BITS)
+
+
+@pytest.mark.parametrize("size", [2.0**-12, 2.0**14])
+def test_values_of_any_size_keep_their_bits(size: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Their scales multiply shares, which are halves: what is small has few bits, and nothing may overflow."""
+    case = make_case([(70, 1), (40, 20)], 1, 2, 32, dtype=dtype, device=device)
+    case.kv.values.clamp_(-3, 3).mul_(size)
+    stored, exact = case.in_8_bits(is_paired=False)
+    assert_near(stored.attend(small_kernels()) / size, exact.want() / size, OF_16_BITS)
 
 
 @pytest.mark.parametrize("window", [1, 400])
@@ -73,21 +101,28 @@ def test_scores_are_scaled_capped_and_shared_with_sinks(
     sinks = torch.linspace(-2, 3, 6, device=device) if has_sinks else None
     scores = Scores(scale, cap, sinks)
     assert_near(case.attend(small_kernels(), scores), case.want(scores))
+    stored, exact = case.in_8_bits(is_paired=False)
+    assert_near(stored.attend(small_kernels(), scores), exact.want(scores), OF_16_BITS)
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_a_row_is_rounded_the_same_in_any_company(window: int | None, in_8_bits: bool, device: torch.device) -> None:
     """To the last bit: beside longer and shorter rows, beside prompts, and by however many programs."""
     case = make_case([(300, 1), (33, 1), (1, 1), (120, 1), (64, 30), (20, 2)], 2, 2, 32, window, device=device)
+    case = case.in_8_bits(is_paired=False)[0] if in_8_bits else case
     whole = case.attend(small_kernels())
     assert torch.equal(case.attend(PagedAttention(7, SMALL)), whole)
     case.assert_each_row_is_the_same_alone(small_kernels(), whole)
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("per_kv", [1, 3])
-def test_a_token_is_rounded_the_same_in_any_chunk(window: int | None, per_kv: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("per_kv", "in_8_bits"), [(1, False), (3, False), (3, True)])
+def test_a_token_is_rounded_the_same_in_any_chunk(
+    window: int | None, per_kv: int, in_8_bits: bool, device: torch.device
+) -> None:
     case = make_case([(90, 90)], 1, per_kv, 32, window, device=device)
+    case = case.in_8_bits(is_paired=False)[0] if in_8_bits else case
     whole = case.attend(small_kernels())
     for start, end in ((0, 1), (3, 50), (50, 90), (89, 90)):
         assert torch.equal(case.chunk(start, end).attend(small_kernels()), whole[start:end])

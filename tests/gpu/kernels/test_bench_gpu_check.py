@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_blocks, gpu_check, gpu_deterministic, gpu_http, gpu_kernels, gpu_model, gpu_run
+from bench import gpu_blocks, gpu_check, gpu_deterministic, gpu_http, gpu_kernels, gpu_kv, gpu_model, gpu_run
 from bench.gpu_kernels import (
     Draw,
     KernelCase,
@@ -92,7 +92,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         yield Row("Ceilings", {"case": "ceilings"})
 
     case = Case("ceilings", ceilings, 60.0, "Ceilings")
-    for module in (gpu_kernels, gpu_blocks, gpu_model, gpu_deterministic, gpu_http):
+    for module in (gpu_kernels, gpu_blocks, gpu_kv, gpu_model, gpu_deterministic, gpu_http):
         monkeypatch.setattr(module, "ceilings_case", lambda: case)
 
 
@@ -141,15 +141,36 @@ def test_blocks_are_what_they_stand_for(only: str, rows: int, known_speed: None,
     assert {row.get("share that differs") for row in found} <= {None, 0.0}
 
 
+@pytest.mark.parametrize(
+    ("only", "rows"),
+    [
+        ("stored", 3),
+        ("head_dim 16, norm head", 1),
+        ("decode_attention: sequences 5, context 40, heads 6, kv_heads 2, head_dim 16, cap", 1),
+        ("agreement", 2),
+        ("tiny: decodes", 0),
+    ],
+)
+def test_keys_and_values_in_8_bits_are_what_they_stand_for(
+    only: str, rows: int, known_speed: None, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    code, found = run_here("kv", only, tmp_path)
+    assert code == 0
+    assert verdicts(found) == [OK] * rows
+    ratios = [row["figure"] for row in found if str(row.get("measure")).endswith(gpu_run.FASTER_DECODES)]
+    assert len(ratios) == (only == "tiny: decodes")
+
+
 def kernel_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
     variants = variant_cases(is_quick, is_device) + other_formats(is_quick, is_device)
     return timed_cases(is_quick, is_device) + variants
 
 
 def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
-    """Of both parts that check kernels."""
+    """Of the parts that check kernels."""
     of_blocks = gpu_blocks.error_cases(gpu_blocks.FORMS, is_device) + gpu_blocks.timed_cases(is_quick, is_device)
-    return kernel_cases(is_quick, is_device) + of_blocks
+    return kernel_cases(is_quick, is_device) + of_blocks + gpu_kv.error_cases(is_quick, is_device)
 
 
 @pytest.mark.parametrize("is_device", [True, False])
@@ -296,6 +317,8 @@ def test_each_target_is_a_figure_that_is_measured() -> None:
     assert gpu_run.DECODE_ATTENTION in {case.name for case in timed_cases(False, True)}
     assert (gpu_http.FULL.clients, gpu_http.FULL.prompt, gpu_http.FULL.output) == (512, 128, 1024)
     assert {model for model, _ in gpu_run.TARGETS} == {"", *gpu_model.MODELS}
+    assert f"time of {gpu_run.LONG_ATTENTION}" in {case.name for case in gpu_kv.cases(False, True)}
+    assert {f"{model}: decodes" for model in gpu_model.MODELS} <= {case.name for case in gpu_kv.cases(False, True)}
 
 
 def test_inputs_rotate_beyond_a_cache_on_a_device_alone() -> None:

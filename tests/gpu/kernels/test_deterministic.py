@@ -84,13 +84,16 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize(
+    ("graphs", "kv_dtype"), [("off", "auto"), ("on", "auto"), pytest.param("on", "int8", marks=pytest.mark.slow)]
+)
 def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
-    graphs: str, one_layer: Path, monkeypatch: pytest.MonkeyPatch
+    graphs: str, kv_dtype: str, one_layer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone in whole prompts; together in few blocks and in small chunks, so that answers are computed again."""
     sizes = {"max_sequences": 4, "max_model_len": 64, "max_batch_tokens": 40}
-    runner = open_with(one_layer, replace(ENGINE, deterministic=True, graphs=graphs, **sizes))
+    engine = replace(ENGINE, deterministic=True, graphs=graphs, kv_dtype=kv_dtype)
+    runner = open_with(one_layer, replace(engine, **sizes))
     assert not runner.operators.matmuls.shapes  # none is chosen by measuring
     limits = runner.limits
     most_decodes = 0

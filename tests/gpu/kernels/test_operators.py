@@ -5,7 +5,7 @@ import torch
 
 from gpu.kernels.operators import ACTIVATIONS, TritonOperators
 from gpu.kernels.sizes import heads_at_once
-from gpu.kv_cache import LayerKV
+from gpu.kv_cache import SCALE_BYTES, LayerKV, blockwise
 from gpu.layers import GATED
 from gpu.operators import Operators
 from tests.gpu import operator_cases
@@ -112,6 +112,33 @@ def test_queries_keys_and_values_are_torchs(
     assert torch.allclose(got_kv.keys.float(), want_kv.keys.float(), rtol=pair.step, atol=4 * pair.step, equal_nan=True)
     assert torch.equal(got_kv.keys.isnan(), want_kv.keys.isnan())
     assert torch.equal(got_kv.values.nan_to_num(7), want_kv.values.nan_to_num(7))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN has no integer
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (3, 96), (2, 16)])
+def test_keys_and_values_in_8_bits_are_torchs(pair: Pair, num_kv_heads: int, head_dim: int, norm: str | None) -> None:
+    """To the last bit, but for keys that rounded one step apart before; what lies beside the slots is as it was."""
+    qkv = pair.noise(40, 4 * num_kv_heads, head_dim)
+    qkv[3, -1], qkv[4, -1, 5], qkv[5, 2 * num_kv_heads, 1] = 0, float("nan"), float("inf")
+    qkv[6, -1] *= 1e-3
+    norms = norms_of(norm, 2 * num_kv_heads, num_kv_heads, head_dim, qkv)
+    rotation = None if norm is None else rotation_of(1.0, len(qkv), head_dim, pair.device)
+    slots = torch.randperm(8 * 16, generator=torch.Generator().manual_seed(1))[: len(qkv)].to(pair.device)
+    room = torch.full((2, 8, 16, num_kv_heads, head_dim + SCALE_BYTES), 7, dtype=torch.int8, device=pair.device)
+    got, want = (blockwise(room.clone(), is_paired=False) for _ in range(2))
+    query = pair.kernels.rotate_and_store(qkv, norms, rotation, got, slots)
+    wanted = pair.torchs.rotate_and_store(qkv, norms, rotation, want, slots)
+    is_real = torch.arange(len(qkv), device=pair.device) != 5
+    pair.assert_same(query[is_real], wanted[is_real], atol=4 * pair.step)
+    blocks = torch.arange(8, device=pair.device)[None]
+    parts = zip(got.read(blocks, torch.float32), want.read(blocks, torch.float32), strict=True)
+    for most_steps, (one, other) in zip((0 if norm is None else 1.5, 0), parts, strict=True):
+        is_finite = other.isfinite().all(-1)
+        assert torch.equal(one.isfinite().all(-1), is_finite)
+        one, other = one[is_finite], other[is_finite]
+        step = other.abs().amax(-1, keepdim=True) / 127
+        assert ((one - other).abs() <= most_steps * step).all()
 
 
 @pytest.mark.parametrize("width", [96, 1025, 40])
