@@ -1,11 +1,12 @@
 """Settles on a GPU what is proven without one by Triton's interpreter and on a CPU: `python -m bench.gpu_check`.
 
-    python -m bench.gpu_check --part environment|kernels|blocks|model|deterministic|http [--quick]
+    python -m bench.gpu_check --part environment|kernels|blocks|kv|model|deterministic|http [--quick]
 
 - environment: versions, device, ceilings. Each other part begins with the ceilings of its own run.
 - kernels: every kernel and its variants beside its reference in float32; then times and shares of the limit.
 - blocks: a GGUF file's blocks, in every format: decoded and multiplied to the bits of the matrix dequantised; times of
   real matrices and of tiles beside those that serve; a model in blocks, and a file that is loaded, in the engine.
+- kv: keys and values in 8 bits: what is stored, attention over it, and its speed over long contexts beside bf16's.
 - model: each family beside transformers on the CPU, and a real shape's tokens however steps are sent; then the speed of
   random models in the engine, beside the targets (bench/gpu_run.py).
 - deterministic: --deterministic, its matmuls and whole models alone and in company to the last bit; and what it costs.
@@ -35,6 +36,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "environment": (),
     "kernels": ("triton",),
     "blocks": ("triton",),
+    "kv": ("triton", *SERVER),
     "model": ("transformers",),
     "deterministic": ("triton", "transformers"),
     "http": SERVER,

@@ -29,7 +29,7 @@ from core.types import SamplingParams
 from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BLOCK_OUTPUTS, FORMATS, BlockWeight, PackedBlocks, dequantise
 from gpu.device import DTYPES
-from gpu.kv_cache import LayerKV
+from gpu.kv_cache import SCALE_BYTES, LayerKV, blockwise
 from gpu.layers import GATED, Experts, Rope
 from gpu.linear import Linear
 from gpu.operators import Operators
@@ -41,6 +41,7 @@ from gpu.sampler import LaunchedSampler, Sampler, SamplingSlots
 # |out - ref| / |ref|: rounding a result once costs 2 ** -9 of it in bfloat16, 2 ** -12 in float16, at most; float32's
 # sums of thousands, added in another order, differ by a few 2 ** -24.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+OF_16_BITS = 2e-4  # queries and shares of decodes over keys and values in 8 bits
 CASE_LIMIT_S = 90.0  # compiling is most of it
 ERRORS, TIMES = "Kernels: errors", "Kernels: times"
 EPS, THETA = 1e-6, 500_000.0
@@ -142,12 +143,14 @@ def norm(draw: Draw, rows: int, width: int) -> Problem:
 
 @builder
 def rotate_and_store(
-    draw: Draw, rows: int, heads: int, kv_heads: int, head_dim: int, norm: str, turns: bool = True
-) -> Problem:
+    draw: Draw, rows: int, heads: int, kv_heads: int, head_dim: int, norm: str, turns: bool = True,
+    in_8_bits: bool = False,
+) -> Problem:  # fmt: skip
     """Into slots in random order; what lies beside them must stay as it is.
 
     Args:
         norm: "none", of each "head" by itself, or of "all" heads together.
+        in_8_bits: half a step is up to 1 / 254 of a head's largest number: near 0.007 of them all.
     """
     qkv = draw.noise(rows, heads + 2 * kv_heads, head_dim)
     of_query, of_key = ((heads,), (kv_heads,)) if norm == "all" else ((), ())
@@ -156,25 +159,47 @@ def rotate_and_store(
     slots, positions = draw.order(num_blocks * BLOCK)[:rows], draw.below(8192, rows)
     rotation = Rope(RopeConfig(THETA), head_dim, draw.device).rotation(positions.float()) if turns else None
 
-    def empty_kv(of: torch.dtype) -> LayerKV:
-        both = torch.full((2, num_blocks, BLOCK, kv_heads, head_dim), float("nan"), dtype=of, device=draw.device)
-        return LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
-
     def found(query: Tensor, kv: LayerKV) -> tuple[Tensor, ...]:
-        return query, kv.keys.nan_to_num(0), kv.values.nan_to_num(0)
+        return query, *_numbers_of(kv).nan_to_num(0)
 
     def reference() -> tuple[Tensor, ...]:
-        exact, operators = empty_kv(torch.float32), Operators(torch.float32, draw.device, EPS)
+        operators = Operators(torch.float32, draw.device, EPS)
+        exact = empty_kv(draw.device, num_blocks, kv_heads, head_dim, torch.float32)
         in_float = None if norms is None else (norms[0].float(), norms[1].float())
         return found(operators.rotate_and_store(qkv.float(), in_float, rotation, exact, slots), exact)
 
-    kernels, kv = draw.operators(), empty_kv(draw.dtype)
+    kernels, kv = draw.operators(), empty_kv(draw.device, num_blocks, kv_heads, head_dim, draw.dtype, in_8_bits)
     return Problem(
         lambda: kernels.rotate_and_store(qkv, norms, rotation, kv, slots),
         reference,
         2 * qkv.nbytes + (0 if rotation is None else rotation.nbytes),
         outputs=lambda query: found(query, kv),
+        tolerance=TOLERANCES[torch.bfloat16] if in_8_bits else None,
     )
+
+
+def empty_kv(
+    device: torch.device, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_8_bits: bool = False
+) -> LayerKV:
+    """NaN, as a GPU has it; in 8 bits integers whose scales are NaN."""
+    shape = (2, num_blocks, BLOCK, kv_heads, head_dim)
+    if not in_8_bits:
+        both = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
+    room = torch.ones((*shape[:-1], head_dim + SCALE_BYTES), dtype=torch.int8, device=device)
+    kv = blockwise(room, is_paired=False)
+    assert kv.key_scales is not None
+    assert kv.value_scales is not None
+    kv.key_scales.fill_(float("nan"))
+    kv.value_scales.fill_(float("nan"))
+    return kv
+
+
+def _numbers_of(kv: LayerKV) -> Tensor:
+    """What is stored: float32 [2, slots, kv_heads, head_dim]."""
+    blocks = torch.arange(kv.both.shape[1], device=kv.both.device)
+    found = torch.stack(kv.read(blocks.unsqueeze(1), torch.float32))  # [2, blocks, kv_heads, 16, head_dim]
+    return found.transpose(2, 3).flatten(1, 2).float()
 
 
 @builder
@@ -428,6 +453,7 @@ def _attention(
     window: int | None = None,
     cap: float | None = None,
     sinks: bool = False,
+    in_8_bits: bool = False,
 ) -> Problem:
     """What no row may see is NaN.
 
@@ -441,16 +467,15 @@ def _attention(
     kernels = PagedAttention(None if device.type == "cuda" else 3)
     scores = Scores(cap=cap, sinks=draw.noise(heads) if sinks else None)
     order = draw.order(sum(counts) + 2).tolist()
-    both = torch.full((2, len(order), BLOCK, kv_heads, head_dim), float("nan"), dtype=draw.dtype, device=device)
+    kv = empty_kv(device, len(order), kv_heads, head_dim, draw.dtype, in_8_bits)
     tables = torch.full((len(rows), max(counts) + 1), NO_BLOCK, dtype=torch.int32, device=device)
     contexts = []
     for row, ((end, _), count) in enumerate(zip(rows, counts, strict=True)):
         blocks = torch.tensor([order.pop() for _ in range(count)], device=device)
         tables[row, :count] = blocks
         slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=device)).flatten()[:end]
-        both.flatten(1, 2)[:, slots] = draw.noise(2, end, kv_heads, head_dim)
+        kv.write(slots, *draw.noise(2, end, kv_heads, head_dim))
         contexts.append(slots)
-    kv = LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
     offsets = np.cumsum([0, *(num_new for _, num_new in rows)]).tolist()
     query = draw.noise(offsets[-1], heads, head_dim)
     ragged = RaggedRows(
@@ -462,17 +487,20 @@ def _attention(
     )
 
     def reference() -> tuple[Tensor]:
+        stored = _numbers_of(kv)
         outs = [
-            _textbook(query[first:last].float(), both.flatten(1, 2)[:, slots].float(), window, scores)
+            _textbook(query[first:last].float(), stored[:, slots], window, scores)
             for (first, last), slots in zip(pairwise(offsets), contexts, strict=True)
         ]
         return (torch.cat(outs),)
 
     num_pairs = sum(min(at, window or at) for end, num_new in rows for at in range(end - num_new + 1, end + 1))
     num_read = sum(min(end, num_new - 1 + (window or end)) for end, num_new in rows)
-    kv_bytes = 2 * num_read * kv_heads * head_dim * draw.dtype.itemsize
+    kv_bytes = 2 * num_read * kv_heads * kv.both.shape[-1] * kv.both.itemsize
     flops = 4.0 * num_pairs * heads * head_dim
-    return Problem(lambda: kernels.attend(query, kv, ragged, scores), reference, kv_bytes + 2 * query.nbytes, flops)
+    tolerance = max(TOLERANCES[draw.dtype], OF_16_BITS if in_8_bits else 0.0)
+    launch, num_bytes = partial(kernels.attend, query, kv, ragged, scores), kv_bytes + 2 * query.nbytes
+    return Problem(launch, reference, num_bytes, flops, tolerance=tolerance)
 
 
 def _textbook(query: Tensor, context: Tensor, window: int | None, scores: Scores) -> Tensor:
@@ -817,10 +845,7 @@ def _check(case: KernelCase, context: Context) -> Iterator[Row]:
 def time_of(case: KernelCase, context: Context) -> Iterator[Row]:
     """The kernel's time, beside the limit."""
     with torch.inference_mode():
-        first = _build(case, context, 0)
-        copies = num_copies(int(first.num_bytes), context.device)
-        problems = [first, *(_build(case, context, seed) for seed in range(1, copies))]
-        seconds, how = median_s([problem.launch for problem in problems], context.device)
+        first, seconds, how = timed(case, context)
         cells: dict[str, Cell] = {"case": case.name, "µs": seconds * 1e6, "GB/s": first.num_bytes / seconds / 1e9}
         cells |= {"TFLOP/s": first.flops / seconds / 1e12, "sent": how}
         target, verdict = target_of("", case.name), ""
@@ -831,6 +856,14 @@ def time_of(case: KernelCase, context: Context) -> Iterator[Row]:
             cells["target"] = target.shown
             verdict = target.verdict(limit_s / seconds, limit_s / seconds, context)
     yield Row(TIMES, cells, verdict)
+
+
+def timed(case: KernelCase, context: Context) -> tuple[Problem, float, str]:
+    """One of the problems, and what median_s says of them."""
+    first = _build(case, context, 0)
+    copies = num_copies(int(first.num_bytes), context.device)
+    problems = [first, *(_build(case, context, seed) for seed in range(1, copies))]
+    return first, *median_s([problem.launch for problem in problems], context.device)
 
 
 def _build(case: KernelCase, context: Context, seed: int) -> Problem:

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_555, 36),
+    "server": (14_560, 36),
     "server/api": (6260, 19),
     "server/batches": (945, 3),
     "server/commands": (2315, 13),
@@ -27,13 +27,13 @@ BUDGETS = {
     "server/upstream": (1675, 6),
     "server/wire": (4835, 15),
     "core": (18_910, 47),
-    "gpu": (12_900, 37),
-    "gpu/cpu_kernels": (5775, 15),
-    "gpu/kernels": (3365, 8),
+    "gpu": (12_920, 37),
+    "gpu/cpu_kernels": (5780, 15),
+    "gpu/kernels": (3560, 8),
     "gpu/parallel": (765, 5),
-    "bench": (10_585, 39),
+    "bench": (10_760, 40),
 }
-TEST_LINES = 74_545
+TEST_LINES = 74_675
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
