@@ -94,14 +94,18 @@ def parse_gguf(content: memoryview, name: str, has_tokenizer: bool = True) -> Gg
 
     Raises:
         BadCheckpoint: not GGUF, or incomplete.
-        UnsupportedModel: a tensor's format is not dequantised here, or the file is one of several parts.
+        UnsupportedModel: a tensor's format is not dequantised here, or the file is one of several parts, of another
+            version, or big-endian.
     """
     cursor = _Cursor(content, name)
     if cursor.take(4, "magic") != MAGIC:
         raise cursor.bad("it does not begin with GGUF")
     version = cursor.u32("version")
     if version not in VERSIONS:
-        raise cursor.bad(f"version {version} is not one of {', '.join(map(str, VERSIONS))} (little-endian)")
+        is_big = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        kind = "big-endian" if is_big else f"of version {version}; {' and '.join(map(str, VERSIONS))} are read"
+        fix = "convert the model again with today's llama.cpp, little-endian, or name another."
+        raise UnsupportedModel(f"{name} is a GGUF file that is {kind}.", fix)
     num_tensors = cursor.count("tensors", MAX_TENSORS, 24)
     num_fields = cursor.count("metadata fields", MAX_METADATA, 13)
     metadata: dict[str, Any] = {}

@@ -26,14 +26,14 @@ BUDGETS = {
     "server/observing": (2635, 10),
     "server/upstream": (1675, 6),
     "server/wire": (4835, 15),
-    "core": (18_910, 47),
+    "core": (18_915, 47),
     "gpu": (12_920, 37),
     "gpu/cpu_kernels": (5780, 15),
     "gpu/kernels": (3560, 8),
     "gpu/parallel": (765, 5),
     "bench": (10_760, 40),
 }
-TEST_LINES = 74_675
+TEST_LINES = 74_685
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

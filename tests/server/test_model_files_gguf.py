@@ -332,6 +332,14 @@ def test_formats_that_are_not_read_and_rows_that_are_no_whole_blocks_are_named(
         parse_gguf(memoryview(changed), "m")
 
 
+@pytest.mark.parametrize(
+    ("version", "message"), [(b"\1\0\0\0", "of version 1; 2 and 3 are read"), (b"\0\0\0\3", "that is big-endian")]
+)
+def test_files_of_other_versions_and_machines_are_named(version: bytes, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_gguf(memoryview(b"GGUF" + version + bytes(16)), "m")
+
+
 def test_every_truncation_of_the_header_is_an_error(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_array("tokenizer.texts", ["one", "two"])
