@@ -199,7 +199,8 @@ class SequenceStates:
         source, table, num_tokens = parent.table, child.table, child.num_computed_tokens
         table.blocks = source.blocks[: num_blocks_for(num_tokens, self._block_size)]
         table.num_published = min(source.num_published, num_tokens // self._block_size)
-        table.num_dropped, table.dropped = source.num_dropped, source.dropped[:]
+        # A parent that was lost has dropped blocks, but counts no token as computed: the child begins with none
+        table.num_dropped, table.dropped = min(source.num_dropped, len(table)), source.dropped[:]
         self.pool.share(table.held[num_held:])
         self.pool.share_windows(source, table)
 

@@ -314,6 +314,25 @@ def test_blocks_behind_the_window_are_given_back_while_a_sequence_runs(
     assert usage[0].num_cached_tokens == (56 if has_prefix_cache else 0)  # they are still found
 
 
+def test_sibling_of_a_row_that_fails_after_it_gave_blocks_back_holds_all_of_its_own() -> None:
+    scheduler = Scheduler(replace(small_limits(), window=8), (), seeds=lambda: 77, inter_token_target=None)
+    scheduler.submit(make_request("a", 60, num_sequences=2))
+    step(scheduler)
+    step(scheduler)
+    made = plan(scheduler)
+    assert made.starts.tolist() == [32]
+    assert scheduler.pool.num_used < 16  # behind its window
+    nothing = np.zeros(0, np.int32)
+    scheduler.apply(made, StepOutput(nothing, nothing, failed_rows={0: "lost"}), 0.0)
+    made = plan(scheduler)
+    assert made.starts.tolist() == [0]
+    check_conservation(scheduler)
+    answer(scheduler, made)
+    while scheduler.has_requests:
+        step(scheduler)
+    assert scheduler.pool.num_used == 0
+
+
 @pytest.mark.parametrize(("num_window_blocks", "num_found"), [(9, 0), (48, 24)])
 def test_window_blocks_behind_the_window_are_given_back_and_found_while_there_is_room(
     num_window_blocks: int, num_found: int
