@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import Invariant, initialize, precondition, rule
 
 NUM_HISTORIES, NUM_STEPS = 10, 500  # of a seed; of a history
 WEIGHTS = (0.0, 1.0, 1.0, 4.0)  # of a rule in one history: many faults are only found where something never happens
@@ -22,7 +22,7 @@ R = TypeVar("R", bound=Callable[..., None])
 
 
 class Machine(Protocol):
-    def everything_holds(self) -> None: ...
+    invariants: list[Invariant]
 
     def teardown(self) -> None: ...
 
@@ -84,7 +84,8 @@ def _run_history(machine: type[Machine], rng: random.Random) -> None:
         arguments = drawn.draw(rng)
         calls.append((drawn.name, arguments))
         getattr(made, drawn.name)(**arguments)
-        made.everything_holds()
+        for invariant in made.invariants:
+            invariant.function(made)
 
     try:
         (begin,), rules = _rules_of(machine)
