@@ -785,8 +785,9 @@ class Generation:
         elif is_silent:  # for its client, withheld output is no first token
             yield head_s + limits.ttft_s, "ttft_s"
         elif self._paused_since_s is None:
-            for sequence in self._decoding():
-                yield sequence.waits_since_s + limits.inter_token_s, "inter_token_s"
+            # A choice that waits for a slot which its siblings have is no stall
+            waits_since_s = max((one.waits_since_s for one in self._decoding()), default=math.inf)
+            yield waits_since_s + limits.inter_token_s, "inter_token_s"
         if self._output.is_streamed and not self._is_withheld:
             yield max([self._last_written_s, *(one.last_s for one in self._sequences())]) + KEEP_ALIVE_S, "keep_alive"
             if is_silent:

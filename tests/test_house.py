@@ -33,7 +33,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (10_760, 40),
 }
-TEST_LINES = 74_705
+TEST_LINES = 74_715
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -140,6 +140,18 @@ def test_choice_that_has_ended_owes_no_token(server: SimulatedServer) -> None:
     assert [answer.finish_reason(i) for i in range(2)] == ["stop", "length"]
 
 
+def test_choice_that_waits_for_another_tenants_turn_is_no_gap_while_its_siblings_go_on() -> None:
+    limits = RunnerLimits(4000, 4, 4, 64, 2000, TOKENIZER.vocab_size)
+    with serving(limits=limits, tenants=(keyed_tenant("one"), keyed_tenant("many"))) as server:
+        one = server.send(as_caller(completion(max_tokens=1900, **STREAM), "one"))
+        server.run_until(lambda: bool(one.received))
+        fields = {"n": 4, "max_tokens": 600, "deadlines": {"inter_token_ms": 50_000 * STEP_S}, **STREAM}
+        many = server.send(as_caller(completion(**fields), "many"))
+        server.run()
+        assert [the_answer(many).finish_reason(i) for i in range(4)] == ["length"] * 4
+        assert the_answer(one).finish_reason() == "length"
+
+
 def test_request_asks_for_less_than_the_server_gives_never_for_more() -> None:
     with serving(deadlines=Deadlines(total_s=0.3)) as server:
         for asked, is_own in ((None, False), ({"total_ms": 10_000}, False), ({}, False), ({"total_ms": 200}, True)):
