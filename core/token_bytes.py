@@ -1,12 +1,17 @@
-"""The bytes of a vocabulary's tokens. Immutable but for what it remembers. Thread: any."""
+"""The bytes of a vocabulary's tokens. Immutable but for what it remembers. Thread: any.
+
+numpy is imported where it serves: command lines that load no model import this file.
+"""
 
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class TokenBytes(Sequence[bytes]):
@@ -35,13 +40,17 @@ class TokenBytes(Sequence[bytes]):
         return (self.joined[start:end] for start, end in pairwise(self.starts))
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> "npt.NDArray[np.int64]":
         """Of each id's."""
+        import numpy as np
+
         starts = np.array(self.starts, np.int64)
         return starts[1:] - starts[:-1]
 
     def beginning_with(self, firsts: bytes) -> dict[int, bytes]:
         """Those that begin with one of these bytes, by id."""
+        import numpy as np
+
         starts = np.array(self.starts[:-1], np.int64)[self.lengths > 0]
         found = np.isin(np.frombuffer(self.joined, np.uint8)[starts], [*firsts])
         ids = np.flatnonzero(self.lengths)[found].tolist()
