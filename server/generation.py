@@ -1078,10 +1078,15 @@ class Generations:
         if num_bytes < OFFLOAD_BYTES:
             return work()
         await self.turns.begin(tenant, due_s)
-        try:
-            return await self.offload(work)
-        finally:
+        done = asyncio.ensure_future(self.offload(work))
+
+        def end(_: object) -> None:
             self.turns.end(tenant)
+            if not done.cancelled():
+                done.exception()  # marks it as retrieved, if whoever waited has left
+
+        done.add_done_callback(end)
+        return await asyncio.shield(done)  # a thread that has begun goes on when the client leaves: so does the turn
 
     async def grammar_of(self, spec: GrammarSpec, tenant: str) -> Grammar:
         """Compiled off the loop, unless it was before.

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (14_560, 36),
+    "server": (14_565, 36),
     "server/api": (6260, 19),
     "server/batches": (945, 3),
     "server/commands": (2315, 13),
@@ -33,7 +33,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (10_760, 40),
 }
-TEST_LINES = 74_715
+TEST_LINES = 74_720
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -106,6 +106,9 @@ def test_many_large_bodies_of_one_tenant_hold_up_that_tenant_alone_and_until_its
         flood = [server.send(as_caller(large, "flood")) for _ in range(3)]
         first = begun.popleft()
         assert not begun
+        flood[0].feed_eof()  # its thread goes on
+        server.loop.settle()
+        assert not begun
         light = server.send(as_caller(large, "light"))
         assert begun
         while begun:
