@@ -136,8 +136,8 @@ class _Reports(ServiceManager):
 
     def send(self, *lines: str, status: str | None = None) -> None:
         news = News(self._serial, stage=status, is_ready="READY=1" in lines)
-        with suppress(OSError):  # it does not read; the next one tells as much
-            self._line.send(pickle.dumps(news), socket.MSG_DONTWAIT)
+        with suppress(OSError):  # it does not read: another stage follows, but nothing after the end of loading
+            self._line.send(pickle.dumps(news), 0 if news.is_ready else socket.MSG_DONTWAIT)
 
 
 def _serve(order: Order, line: socket.socket) -> int:
